@@ -1,0 +1,127 @@
+"""From a plan to what one rank runs: a pure function, so that it can be tested for any N without processes.
+
+Rules (docs/ARCHITECTURE.md, "Order"): buffer order = block order = execution order. Blocks are sorted by
+(-degree, smallest sequence index in the block). That key is the same on every participant of a block, so all
+ranks walk one global order of collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from zellige_lightning.errors import EngineError
+from zellige_lightning.placement.plan import WHOLE, ParallelConfig, PlacementOption
+
+
+def shard(num_tokens: int, position: int, degree: int) -> range:
+    """Token range of shard `position` of `degree`. Uneven lengths are normal; nothing is padded."""
+    return range(num_tokens * position // degree, num_tokens * (position + 1) // degree)
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The part of a sequence that one rank holds. `tokens` are absolute positions in the sequence."""
+
+    sequence: int
+    num_tokens: int
+    option: PlacementOption
+    tokens: range
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Segments run by one attention call: all whole sequences of a rank, or all pure-Ulysses sequences of one
+    configuration and rank set, or one sequence of any other configuration."""
+
+    config: ParallelConfig
+    ranks: tuple[int, ...]
+    segments: tuple[Segment, ...]
+    start: int
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(s) for s in self.segments)
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.num_tokens
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return -self.config.degree, min(s.sequence for s in self.segments)
+
+
+@dataclass(frozen=True)
+class RankSchedule:
+    """Blocks of one rank in execution order."""
+
+    rank: int
+    world_size: int
+    blocks: tuple[Block, ...]
+
+    @cached_property
+    def segments(self) -> tuple[Segment, ...]:
+        """All segments in buffer order. Segments without tokens are kept: their rank takes part in collectives."""
+        return tuple(s for block in self.blocks for s in block.segments)
+
+    @cached_property
+    def num_tokens(self) -> int:
+        return sum(block.num_tokens for block in self.blocks)
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Cumulative segment lengths, `len(segments) + 1` entries, the last is `num_tokens`."""
+        total, out = 0, [0]
+        for segment in self.segments:
+            total += len(segment)
+            out.append(total)
+        return tuple(out)
+
+
+def _block_key(index: int, option: PlacementOption) -> tuple[object, ...]:
+    config = option.config
+    if config.is_whole:
+        return ("whole",)
+    if config.q == config.k == 1:
+        return ("ulysses", config.h, option.ranks)
+    return ("sequence", index)
+
+
+def build_schedule(
+    options: Iterable[PlacementOption], lengths: Iterable[int], rank: int, world_size: int
+) -> RankSchedule:
+    """The schedule of `rank`.
+
+    Args:
+        options: one per sequence, by index.
+        lengths: number of tokens of each sequence, by index.
+
+    Raises:
+        EngineError: a sequence without tokens, or a rank set outside the world.
+    """
+    grouped: dict[tuple[object, ...], list[Segment]] = {}
+    for index, (option, length) in enumerate(zip(options, lengths, strict=True)):
+        if length < 1:
+            raise EngineError(f"sequence {index} has {length} tokens", fix="drop empty sequences before planning")
+        if option.ranks[-1] >= world_size:
+            raise EngineError(f"sequence {index} is placed on ranks {option.ranks} of a world of {world_size}")
+        if rank in option.ranks:
+            tokens = shard(length, option.ranks.index(rank), option.config.degree)
+            grouped.setdefault(_block_key(index, option), []).append(Segment(index, length, option, tokens))
+
+    def order(segments: list[Segment]) -> tuple[int, int]:
+        return -segments[0].option.config.degree, segments[0].sequence
+
+    blocks: list[Block] = []
+    start = 0
+    for segments in sorted(grouped.values(), key=order):
+        option = segments[0].option
+        config, ranks = (WHOLE, (rank,)) if option.config.is_whole else (option.config, option.ranks)
+        blocks.append(Block(config, ranks, tuple(segments), start))
+        start = blocks[-1].stop
+    return RankSchedule(rank, world_size, tuple(blocks))
