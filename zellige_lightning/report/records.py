@@ -1,0 +1,73 @@
+"""What is known of one global batch after it ran, and the figures of a run made of these."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+from statistics import fmean
+
+from zellige_lightning.placement import GlobalBatch, Plan
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One planned global batch, as predicted and as measured. The same on every rank.
+
+    Args:
+        step: number of the global batch.
+        batch: what was placed; plan: where.
+        predicted_us: largest predicted rank load plus the fixed step cost.
+        measured_us: the slowest rank's own time in forward and backward.
+        imbalance, measured_imbalance: largest over mean rank time, predicted and measured (1.0 is ideal).
+        num_splits: sequences that run on more than one rank.
+        solve_ms: time to plan, model build included.
+        exposed_ms: the part of planning and its exchange that training waited for.
+    """
+
+    step: int
+    batch: GlobalBatch
+    plan: Plan
+    predicted_us: int
+    measured_us: int
+    imbalance: float
+    measured_imbalance: float
+    num_splits: int
+    solve_ms: float
+    exposed_ms: float
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The samples of the batch."""
+        return tuple(sequence.key for sequence in self.batch.sequences)
+
+    @property
+    def error_pct(self) -> float:
+        """Absolute percentage error of the predicted makespan."""
+        return 100.0 * abs(self.predicted_us - self.measured_us) / self.measured_us
+
+
+def summary(records: Rows[StepRecord]) -> dict[str, float]:
+    """Figures of a run. The first record is left out of times and waiting: its planning cannot be hidden
+    behind a step before it, and it pays for warm-up. With fewer than two records there is nothing left to
+    average.
+
+    Returns:
+        steps, splits_total, distinct_batches over all records; makespan_mape_pct, imbalance_mean (measured),
+        solve_ms_mean and exposed_planning_pct (100 x exposed / planning time) over all but the first.
+    """
+    warm = records[1:]
+    planning_ms = sum(record.solve_ms for record in warm)
+    exposed_ms = sum(record.exposed_ms for record in warm)
+    figures: dict[str, float] = {
+        "steps": len(records),
+        "splits_total": sum(record.num_splits for record in records),
+        "distinct_batches": len({frozenset(record.keys) for record in records}),
+    }
+    if warm:
+        figures |= {
+            "makespan_mape_pct": fmean(record.error_pct for record in warm),
+            "imbalance_mean": fmean(record.measured_imbalance for record in warm),
+            "solve_ms_mean": planning_ms / len(warm),
+            "exposed_planning_pct": 100.0 * exposed_ms / planning_ms if planning_ms else 0.0,
+        }
+    return figures
