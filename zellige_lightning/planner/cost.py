@@ -1,0 +1,197 @@
+"""What placements cost (paper, Sec. IV-B): the analytical memory model and the table of measured prices."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cached_property
+from pathlib import Path
+
+from zellige_lightning.errors import ConfigError, ProfileError
+from zellige_lightning.placement.plan import WHOLE, ParallelConfig
+from zellige_lightning.placement.sequence import Bucket
+from zellige_lightning.planner import profile_file
+from zellige_lightning.planner.price_fit import PriceFit
+
+MIB = 1 << 20
+PriceKey = tuple[str, ParallelConfig, str]
+
+
+@dataclass(frozen=True)
+class ModelGeometry:
+    """What the memory model needs to know of the model; all bytes are per rank.
+
+    Args:
+        num_layers: transformer blocks.
+        num_heads, head_dim: of self-attention; keys and values have as many heads as queries.
+        element_bytes: bytes of one activation element.
+        resident_bytes_per_token: kept from forward to backward over all layers, per local token. It
+            depends on the checkpointing mode.
+        transient_bytes_per_token: peak of one layer's (re)computation, per local token.
+        bytes_per_sequence: kept per sequence, whatever its length (modulation, text).
+    """
+
+    num_layers: int
+    num_heads: int
+    head_dim: int
+    element_bytes: int
+    resident_bytes_per_token: int
+    transient_bytes_per_token: int
+    bytes_per_sequence: int
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            low = 0 if field.name.endswith(("_token", "_sequence")) else 1
+            if not isinstance(value, int) or isinstance(value, bool) or value < low:
+                raise ConfigError(f"model geometry: {field.name} = {value!r}", fix=f"an integer >= {low}")
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """`kv` of Table II: one key and one value over all heads."""
+        return 2 * self.num_heads * self.head_dim * self.element_bytes
+
+
+def _ceil(value: int, divisor: int) -> int:
+    return -(-value // divisor)
+
+
+@dataclass(frozen=True)
+class MemoryModel:
+    """M = M_act + M_KV + M_buf for one participating rank (paper, Sec. IV-B), for the largest shard.
+
+    The executor nests its axes: all-to-all over h, then all-gather of k/v over q, then a ring over k.
+        Hence a rank
+    holds k/v of L/k tokens and H/h heads, and each axis adds its own transient buffers.
+    """
+
+    geometry: ModelGeometry
+
+    def memory_mib(self, num_tokens: int, config: ParallelConfig) -> int:
+        """MiB, rounded up, that `num_tokens` tokens under `config` take on one rank."""
+        resident = self.act_bytes(num_tokens, config) + self.kv_bytes(num_tokens, config)
+        return _ceil(resident + self.buffer_bytes(num_tokens, config), MIB)
+
+    def act_bytes(self, num_tokens: int, config: ParallelConfig) -> int:
+        """M_act: activations of the local shard."""
+        g = self.geometry
+        per_token = g.resident_bytes_per_token + g.transient_bytes_per_token
+        return _ceil(num_tokens, config.degree) * per_token + g.bytes_per_sequence
+
+    def kv_bytes(self, num_tokens: int, config: ParallelConfig) -> int:
+        """M_KV, Table II: L kv for all-gather, L kv / h for Ulysses, L kv / k for ring, L kv / (h k)
+        composed."""
+        return _ceil(num_tokens, config.k) * _ceil(self.geometry.kv_bytes_per_token, config.h)
+
+    def buffer_bytes(self, num_tokens: int, config: ParallelConfig) -> int:
+        """M_buf: all-to-all input and output of packed q, k, v and the attention output's way back; the
+        part of the gathered k/v that is received; two ring blocks (the one sent and the one received)."""
+        kv, local = self.geometry.kv_bytes_per_token, _ceil(num_tokens, config.degree)
+        gathered = self.kv_bytes(num_tokens, config)
+        exchange = _ceil(7 * kv * local, 2) if config.h > 1 else 0  # 2 * (q, k, v) + o = 2 * 1.5 kv + 0.5 kv
+        gather = _ceil(gathered * (config.q - 1), config.q)
+        ring = 2 * gathered if config.k > 1 else 0
+        return exchange + gather + ring
+
+
+@dataclass(frozen=True)
+class ProfileTable:
+    """Prices of a catalog on one machine.
+
+    Args:
+        buckets: the profiled catalog.
+        prices_us: (bucket name, config, topology class) -> price per participating rank, without the fixed
+            part.
+        extrapolated_us: whole-sequence prices of buckets that do not fit whole; only Eq. (4) and F use them.
+        fixed_us: placement-independent cost of a step.
+        fingerprint: what the prices depend on (model, devices, versions, world).
+
+    Raises:
+        ProfileError: a price that is not a positive integer, of an unknown bucket, or a bucket without
+            whole price.
+    """
+
+    buckets: tuple[Bucket, ...]
+    prices_us: Mapping[PriceKey, int]
+    extrapolated_us: Mapping[str, int]
+    fixed_us: int
+    fingerprint: Mapping[str, str | int | float]
+
+    def __post_init__(self) -> None:
+        profile_file.check(self)
+
+    @cached_property
+    def _grids(self) -> dict[str, tuple[int, int, int]]:
+        return {bucket.name: bucket.grid for bucket in self.buckets}
+
+    @cached_property
+    def _fits(self) -> dict[tuple[ParallelConfig, str], PriceFit]:
+        tokens = {b.name: b.num_tokens for b in self.buckets}
+        points: dict[tuple[ParallelConfig, str], list[tuple[int, int]]] = {}
+        for (name, config, topology_class), price in self.prices_us.items():
+            points.setdefault((config, topology_class), []).append((tokens[name], price))
+        return {key: PriceFit.of_points(sorted(rows)) for key, rows in points.items()}
+
+    @cached_property
+    def classes(self) -> tuple[tuple[ParallelConfig, str], ...]:
+        """The (config, topology class) pairs that any bucket has a price for, by degree."""
+        return tuple(sorted(self._fits, key=lambda key: (key[0].degree, key)))
+
+    def is_adhoc(self, bucket: Bucket) -> bool:
+        """Not a bucket of the profiled catalog (the shape decides, not the name alone)."""
+        return self._grids.get(bucket.name) != bucket.grid
+
+    def price_us(self, bucket: Bucket, config: ParallelConfig, topology_class: str) -> int | None:
+        """Price per participating rank; None where this is not an option. Ad-hoc buckets are interpolated."""
+        if not self.is_adhoc(bucket):
+            return self.prices_us.get((bucket.name, config, topology_class))
+        fit = self._fits.get((config, topology_class))
+        return None if fit is None else fit.price_us(bucket.num_tokens)
+
+    def whole_us(self, bucket: Bucket) -> int:
+        """Whole-sequence price: measured, else extrapolated; interpolated for ad-hoc buckets.
+
+        Raises:
+            ProfileError: an ad-hoc bucket and no bucket of the catalog was measured whole.
+        """
+        price = self.price_us(bucket, WHOLE, "node")
+        if price is None and not self.is_adhoc(bucket):
+            price = self.extrapolated_us[bucket.name]
+        if price is None:
+            raise ProfileError(
+                f"no bucket of the profile has a whole-sequence price to interpolate {bucket.name!r} from",
+                fix="add a bucket that fits on one rank to the catalog and profile again",
+            )
+        return price
+
+    @cached_property
+    def version(self) -> str:
+        """Short digest of everything a plan may depend on; the fingerprint is not part of it."""
+        return hashlib.sha256(profile_file.price_text(self).encode()).hexdigest()[:12]
+
+    def to_json(self) -> str:
+        return profile_file.to_json(self)
+
+    @classmethod
+    def from_json(cls, text: str) -> ProfileTable:
+        """Raises: ProfileError where the text is not a profile."""
+        return cls(**profile_file.parse(text))
+
+    def save(self, path: str | Path) -> None:
+        """Writes the file atomically: a reader sees the old file or the new one, never a part."""
+        profile_file.write_atomically(Path(path), self.to_json())
+
+    @classmethod
+    def load(
+        cls, path: str | Path, expected_fingerprint: Mapping[str, str | int | float] | None = None
+    ) -> ProfileTable:
+        """The table in `path`.
+
+        Raises:
+            ProfileError: missing, too large, damaged, or of another job (names the keys that differ).
+        """
+        table = cls.from_json(profile_file.read(Path(path)))
+        if expected_fingerprint is not None:
+            profile_file.check_fingerprint(table.fingerprint, expected_fingerprint, str(path))
+        return table

@@ -1,0 +1,93 @@
+"""From a global batch to the problem that a planner solves: legal, profiled choices that fit under the
+cap."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from zellige_lightning.errors import PlanningError
+from zellige_lightning.placement.plan import ParallelConfig
+from zellige_lightning.placement.sequence import Bucket, GlobalBatch, Sequence
+from zellige_lightning.placement.topology import Topology
+from zellige_lightning.planner.cost import MemoryModel, ProfileTable
+from zellige_lightning.planner.options import legal_rank_sets
+from zellige_lightning.planner.problem import Choice, Group, PlacementProblem, RankSet, drop_dominated
+
+
+@dataclass
+class OptionMenu:
+    """C_s of every bucket: profiled configurations x legal rank sets, dominated ones dropped.
+
+    Args:
+        family: of the rank sets, see `legal_rank_sets`.
+        max_degree: no configuration above it; None for no bound.
+    """
+
+    table: ProfileTable
+    memory: MemoryModel
+    topology: Topology
+    num_heads: int
+    cap_mib: int
+    family: str
+    max_degree: int | None = None
+    _menus: dict[Bucket, tuple[Choice, ...]] = field(default_factory=dict, repr=False)
+    _sets: dict[int, dict[str, tuple[RankSet, ...]]] = field(default_factory=dict, repr=False)
+
+    def problem(self, batch: GlobalBatch) -> PlacementProblem:
+        """The groups of the batch, dearest first (ties by bucket name), so that the order of its sequences
+        does not matter.
+
+        Raises:
+            PlanningError: a sequence fits no option; names it, its need per option and the cap.
+        """
+        members: dict[Bucket, list[int]] = {}
+        for sequence in batch.sequences:
+            members.setdefault(sequence.bucket, []).append(sequence.index)
+        for bucket, indices in members.items():
+            if not self.choices(bucket):
+                raise self._does_not_fit(batch.sequences[indices[0]], batch.step)
+        order = sorted(members, key=lambda b: (-self.table.whole_us(b), b.name))
+        groups = tuple(Group(b.name, tuple(members[b]), self.choices(b)) for b in order)
+        return PlacementProblem(self.topology.world_size, self.cap_mib, groups)
+
+    def choices(self, bucket: Bucket) -> tuple[Choice, ...]:
+        """Choices of a bucket that fit under the cap, made once per bucket."""
+        if bucket not in self._menus:
+            fitting = [c for c in self._all_choices(bucket) if c.memory_mib <= self.cap_mib]
+            self._menus[bucket] = drop_dominated(fitting)
+        return self._menus[bucket]
+
+    def _all_choices(self, bucket: Bucket) -> list[Choice]:
+        found = []
+        for config, topology_class in self.table.classes:
+            price = self.table.price_us(bucket, config, topology_class)
+            if price is None or not self._is_legal(config):
+                continue
+            memory = self.memory.memory_mib(bucket.num_tokens, config)
+            if rank_sets := self._rank_sets(config.degree).get(topology_class):
+                found.append(Choice(config, price, memory, rank_sets))
+        return found
+
+    def _is_legal(self, config: ParallelConfig) -> bool:
+        limit = min(self.topology.world_size, self.max_degree or self.topology.world_size)
+        return self.num_heads % config.h == 0 and config.degree <= limit
+
+    def _rank_sets(self, degree: int) -> dict[str, tuple[RankSet, ...]]:
+        if degree not in self._sets:
+            by_class: dict[str, list[RankSet]] = {}
+            for ranks in legal_rank_sets(self.topology, degree, self.family):
+                by_class.setdefault(self.topology.class_of(ranks), []).append(ranks)
+            self._sets[degree] = {name: tuple(sets) for name, sets in by_class.items()}
+        return self._sets[degree]
+
+    def _does_not_fit(self, sequence: Sequence, step: int) -> PlanningError:
+        needs = sorted({(c.config, c.memory_mib) for c in self._all_choices(sequence.bucket)})
+        rows = ", ".join(f"{config}: {mib} MiB" for config, mib in needs) or "no profiled option"
+        return PlanningError(
+            f"sequence {sequence.index} ({sequence.key!r}, bucket {sequence.bucket.name!r}, "
+            f"{sequence.num_tokens} tokens) fits no option under the cap of {self.cap_mib} MiB per rank "
+            f"({rows})",
+            fix="raise planner.memory_cap_gib, allow higher degrees (planner.max_degree, more ranks), or "
+            "drop this shape from the catalog",
+            step=step,
+        )

@@ -1,0 +1,108 @@
+"""What a planner solves: groups of interchangeable sequences with priced choices, and how counts become
+placements.
+
+This is Eq. (1) in the compact form of Eq. (5): `Cell` says how many members of a group take one option.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from zellige_lightning.placement.plan import ParallelConfig, PlacementOption
+
+RankSet = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One configuration at one price: j of Eq. (5), with its legal rank sets B.
+
+    Args:
+        config: (q, h, k).
+        price_us: time per participating rank.
+        memory_mib: memory per participating rank.
+        rank_sets: legal rank sets, each of `config.degree` ascending ranks, all of one topology class.
+    """
+
+    config: ParallelConfig
+    price_us: int
+    memory_mib: int
+    rank_sets: tuple[RankSet, ...]
+
+    @property
+    def area_us(self) -> int:
+        """Rank time that one sequence takes from the whole machine."""
+        return self.config.degree * self.price_us
+
+
+@dataclass(frozen=True)
+class Group:
+    """An ECF group: sequences with the same choices and coefficients. `members` are their indices,
+    ascending."""
+
+    bucket: str
+    members: tuple[int, ...]
+    choices: tuple[Choice, ...]
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    @property
+    def whole(self) -> Choice | None:
+        """The whole-sequence choice, if the group has one."""
+        return next((c for c in self.choices if c.config.is_whole), None)
+
+
+@dataclass(frozen=True)
+class PlacementProblem:
+    """One global batch (or a part of one) to place on `world_size` ranks with `cap_mib` each."""
+
+    world_size: int
+    cap_mib: int
+    groups: tuple[Group, ...]
+
+    @property
+    def num_sequences(self) -> int:
+        return sum(map(len, self.groups))
+
+
+@dataclass(frozen=True, order=True)
+class Cell:
+    """u_{g,j,B} of Eq. (5): `count` members of group `group` take choice `choice` on `ranks`."""
+
+    group: int
+    choice: int
+    ranks: RankSet
+    count: int
+
+
+def drop_dominated(choices: Sequence[Choice]) -> tuple[Choice, ...]:
+    """Choices that no other one of the same rank sets beats in both price and memory. Exact: optima stay.
+
+    Among equals the first stays.
+    """
+    kept: list[Choice] = []
+    for choice in sorted(choices, key=lambda c: (c.config.degree, c.price_us, c.memory_mib, c.config)):
+        if not any(k.memory_mib <= choice.memory_mib and k.rank_sets == choice.rank_sets for k in kept):
+            kept.append(choice)
+    return tuple(kept)
+
+
+def ungrouped(problem: PlacementProblem) -> PlacementProblem:
+    """The direct formulation of Eq. (1): every sequence is a group of its own."""
+    groups = tuple(replace(g, members=(m,)) for g in problem.groups for m in g.members)
+    return replace(problem, groups=groups)
+
+
+def decode(problem: PlacementProblem, cells: Iterable[Cell]) -> dict[int, tuple[Choice, PlacementOption]]:
+    """One option per sequence from the counts: members in ascending order take the cells in ascending
+    order."""
+    waiting = [iter(group.members) for group in problem.groups]
+    placed: dict[int, tuple[Choice, PlacementOption]] = {}
+    for cell in sorted(cells):
+        choice = problem.groups[cell.group].choices[cell.choice]
+        option = PlacementOption(choice.config, cell.ranks)
+        for _ in range(cell.count):
+            placed[next(waiting[cell.group])] = choice, option
+    return placed

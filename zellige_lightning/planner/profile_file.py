@@ -1,0 +1,152 @@
+"""The profile file: one JSON object, checked field by field on the way in."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zellige_lightning.errors import ProfileError, ZelligeError
+from zellige_lightning.placement.plan import WHOLE, ParallelConfig
+from zellige_lightning.placement.sequence import Bucket
+
+if TYPE_CHECKING:
+    from zellige_lightning.planner.cost import ProfileTable
+
+FORMAT = "zellige-profile-1"
+MAX_BYTES = 16 << 20
+MAX_US = 1 << 42  # 50 days: anything above is damage, and sums of prices stay far inside 63 bits
+_REDO = "delete the file and let the profiler measure again"
+_FIELDS = {"format", "buckets", "prices_us", "extrapolated_us", "fixed_us", "fingerprint"}
+
+
+def price_text(table: ProfileTable) -> str:
+    """Canonical JSON of the prices alone."""
+    prices = [[name, [c.q, c.h, c.k], where, us] for (name, c, where), us in table.prices_us.items()]
+    return json.dumps(
+        {
+            "buckets": [[b.name, list(b.grid)] for b in table.buckets],
+            "prices_us": sorted(prices),
+            "extrapolated_us": dict(sorted(table.extrapolated_us.items())),
+            "fixed_us": table.fixed_us,
+        }
+    )
+
+
+def to_json(table: ProfileTable) -> str:
+    return json.dumps(
+        {"format": FORMAT, "fingerprint": dict(table.fingerprint)} | json.loads(price_text(table))
+    )
+
+
+def parse(text: str) -> dict[str, Any]:
+    """The constructor arguments of a `ProfileTable`. Raises: ProfileError."""
+    try:
+        data = json.loads(text, parse_constant=_refuse_constant)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ProfileError(f"the profile is not JSON: {error}", fix=_REDO) from error
+    if not isinstance(data, dict) or data.get("format") != FORMAT or set(data) != _FIELDS:
+        raise ProfileError(
+            f"the profile is not a {FORMAT!r} object with the fields {sorted(_FIELDS)}", fix=_REDO
+        )
+    try:
+        buckets = tuple(Bucket(_str(name), tuple(grid)) for name, grid in data["buckets"])
+        prices = {
+            (_str(name), ParallelConfig(*c), _str(where)): us for name, c, where, us in data["prices_us"]
+        }
+        extrapolated, fingerprint = dict(data["extrapolated_us"]), dict(data["fingerprint"])
+    except (TypeError, ValueError, ZelligeError) as error:
+        raise ProfileError(f"the profile has a damaged entry: {error}", fix=_REDO) from error
+    if len(prices) != len(data["prices_us"]):
+        raise ProfileError("the profile has two prices for one option", fix=_REDO)
+    return {
+        "buckets": buckets,
+        "prices_us": prices,
+        "extrapolated_us": extrapolated,
+        "fixed_us": data["fixed_us"],
+        "fingerprint": fingerprint,
+    }
+
+
+def _refuse_constant(name: str) -> float:
+    raise ProfileError(f"the profile contains {name}", fix=_REDO)
+
+
+def _str(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is not a string")
+    return value
+
+
+def _check_us(what: str, value: Any, low: int = 1) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= MAX_US:
+        raise ProfileError(
+            f"{what} is {value!r}", fix=f"prices are integers in microseconds, {low} to {MAX_US}; {_REDO}"
+        )
+
+
+def check(table: ProfileTable) -> None:
+    """What every table must satisfy. Raises: ProfileError."""
+    names = {b.name for b in table.buckets}
+    if not names or len(names) != len(table.buckets):
+        raise ProfileError("the profile has no bucket, or two of one name", fix=_REDO)
+    _check_us("the fixed step cost", table.fixed_us, low=0)
+    for key, price in table.prices_us.items():
+        if key[0] not in names:
+            raise ProfileError(f"the profile prices the unknown bucket {key[0]!r}", fix=_REDO)
+        _check_us(f"the price of bucket {key[0]!r} under {key[1]} on {key[2]!r}", price)
+    for name, price in table.extrapolated_us.items():
+        _check_us(f"the extrapolated price of bucket {name!r}", price)
+    for name in names:
+        if (name, WHOLE, "node") not in table.prices_us and name not in table.extrapolated_us:
+            raise ProfileError(f"bucket {name!r} has no whole-sequence price", fix=_REDO)
+    if unknown := set(table.extrapolated_us) - names:
+        raise ProfileError(f"extrapolated prices of unknown buckets {sorted(unknown)}", fix=_REDO)
+    for entry, value in table.fingerprint.items():
+        if not isinstance(entry, str) or not isinstance(value, str | int | float):
+            raise ProfileError(f"fingerprint entry {entry!r} is {value!r}", fix=_REDO)
+
+
+def check_fingerprint(found: Mapping[str, Any], expected: Mapping[str, Any], path: str) -> None:
+    """Raises: ProfileError naming every key that differs, with both values."""
+    keys = sorted(set(found) | set(expected))
+    differ = [k for k in keys if found.get(k) != expected.get(k)]
+    if differ:
+        rows = ", ".join(f"{k}: {found.get(k)!r} in the file, {expected.get(k)!r} here" for k in differ)
+        raise ProfileError(
+            f"the profile {path} was measured for another job ({rows})",
+            fix="give this job its own profile path, or delete the file and let the profiler measure again",
+        )
+
+
+def read(path: Path) -> str:
+    """Text of the file, size first. Raises: ProfileError."""
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise ProfileError(f"the profile {path} is larger than {MAX_BYTES} bytes", fix=_REDO)
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ProfileError(f"the profile {path} cannot be read: {error}", fix=_REDO) from error
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Raises: ProfileError where the folder cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise ProfileError(
+            f"the profile {path} cannot be written: {error}", fix="choose a writable profile path"
+        ) from error
