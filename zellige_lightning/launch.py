@@ -97,6 +97,7 @@ def child_command(local_rank: int) -> list[str]:
         ConfigError: the application was not started from a script or module, so it cannot be started again.
     """
     from hydra.core.hydra_config import HydraConfig
+    from omegaconf import OmegaConf
 
     config = HydraConfig.get()
     kept = [item for item in config.overrides.hydra if not item.lstrip("+~").startswith(_PARENT_OVERRIDES)]
@@ -106,11 +107,8 @@ def child_command(local_rank: int) -> list[str]:
         "hydra.output_subdir=null",
     ]
     # A configuration may refer to the number of its job, which an ordinary run does not have.
-    job += [
-        f"hydra.job.{key}={getattr(config.job, key)}"
-        for key in ("num", "id")
-        if not _missing(config.job, key)
-    ]
+    given = [key for key in ("num", "id") if not OmegaConf.is_missing(config.job, key)]
+    job += [f"hydra.job.{key}={getattr(config.job, key)}" for key in given]
     return [*_program(), *_config_flags(), *config.overrides.task, *kept, *job]
 
 
@@ -145,12 +143,6 @@ def _job_dir() -> str | None:
     if module is None or not module.HydraConfig.initialized():
         return None
     return str(module.HydraConfig.get().runtime.output_dir)
-
-
-def _missing(node: Any, key: str) -> bool:
-    from omegaconf import OmegaConf
-
-    return OmegaConf.is_missing(node, key)
 
 
 def _quoted(text: str) -> str:
