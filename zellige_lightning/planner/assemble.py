@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from zellige_lightning.placement.plan import PlacementOption, Plan, rank_sums
@@ -25,8 +26,7 @@ def assemble(
     side = {b: cut.is_anchor(menu.table, b) for b in {s.bucket for s in batch.sequences}}
     world = problem.world_size
     bound_us, source = lower_bound(problem)
-    known = {"lower_bound_us": bound_us, "bound_source": source} | known
-    return Plan(
+    plan = Plan(
         step=batch.step,
         world_size=world,
         options=options,
@@ -34,5 +34,7 @@ def assemble(
         memory_mib=rank_sums(options, (choice.memory_mib for choice, _ in order), world),
         fixed_us=menu.table.fixed_us,
         anchors=tuple(s.index for s in batch.sequences if side[s.bucket]),
-        **known,
+        lower_bound_us=bound_us,
+        bound_source=source,
     )
+    return replace(plan, **known)
