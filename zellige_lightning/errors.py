@@ -1,4 +1,4 @@
-"""The typed errors of the package. All derive from `ZelligeError`; each names what failed and what to change."""
+"""The typed errors of the package. Each names what failed and what to change."""
 
 from __future__ import annotations
 
@@ -57,6 +57,10 @@ class EngineError(ZelligeError):
     """An attention call that the engine cannot run exactly."""
 
 
+class CollectiveError(EngineError):
+    """A collective failed because a peer is gone or late. The cause is on the other rank."""
+
+
 class DataError(ZelligeError):
     """A sample, media file or latent that cannot be used, or ranks that read different data."""
 
@@ -67,7 +71,16 @@ class RankFailure(ZelligeError):
 
 _TYPES = {
     cls.__name__: cls
-    for cls in (ZelligeError, ConfigError, PlanningError, ProfileError, EngineError, DataError, RankFailure)
+    for cls in (
+        ZelligeError,
+        ConfigError,
+        PlanningError,
+        ProfileError,
+        EngineError,
+        CollectiveError,
+        DataError,
+        RankFailure,
+    )
 }
 
 

@@ -1,0 +1,55 @@
+"""Activation checkpointing that is safe around split attention.
+
+Recomputation starts when the first saved tensor of a region is unpacked. Where that tensor lies inside the engine,
+which one it is depends on the local mix of segments, and the collectives of two ranks pair up wrongly: a hang, or
+wrong gradients without an error. So each region ends, on every rank, with a tiny operation that saves a tensor:
+recomputation then always starts there, at the same place of everybody's backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor
+
+from zellige_lightning.engine.engine import CoalescedAttentionEngine
+
+
+class _RecomputeHere(torch.autograd.Function):
+    """Identity whose backward unpacks a saved tensor, which triggers the recomputation of the region."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(x.new_empty(0))
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.saved_tensors  # noqa: B018 - unpacking is the purpose
+        return dout
+
+
+def checkpoint(
+    function: Callable[..., Tensor], *args: Any, engine: CoalescedAttentionEngine | None = None
+) -> Tensor:
+    """`function(*args)` without keeping its activations; they are recomputed in backward.
+
+    Args:
+        function: a region of the model that returns one tensor; a whole layer, or any part of one.
+        engine: whose schedule the recomputation must see; default, the engine of the current step, if any.
+
+    Returns:
+        What `function` returns.
+    """
+    from zellige_lightning.engine.routing import current_engine
+
+    engine = engine or current_engine()
+
+    def region(*inputs: Any) -> Tensor:
+        return _RecomputeHere.apply(function(*inputs))  # type: ignore[no-any-return,no-untyped-call]
+
+    options: dict[str, Any] = {"context_fn": engine.checkpoint_contexts} if engine is not None else {}
+    return torch.utils.checkpoint.checkpoint(region, *args, use_reentrant=False, **options)  # type: ignore[no-any-return]

@@ -1,0 +1,299 @@
+"""The Coalesced Attention Engine (paper, Sec. IV-D): whole sequences next to shards, as one autograd node per call.
+
+One node per call makes the order of collectives in backward ours: with one node per segment, autograd's order
+depends on the local mix of segments, and two ranks silently swap gradients.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zellige_lightning.engine.attention import InFlight, SplitAttention, WholePack
+from zellige_lightning.engine.collectives import Counters, GroupTransport
+from zellige_lightning.engine.groups import ProcessGroupCache
+from zellige_lightning.engine.kernels import accumulation_dtype
+from zellige_lightning.errors import EngineError
+from zellige_lightning.placement import RankSchedule
+
+_handles = itertools.count()
+# Custom operators take no objects: they find their engine by name. Weak, so that a finished run frees its engine.
+_engines: weakref.WeakValueDictionary[str, CoalescedAttentionEngine] = weakref.WeakValueDictionary()
+
+
+class _Lowered:
+    """A schedule with its blocks bound to executors."""
+
+    def __init__(self, schedule: RankSchedule, transport: GroupTransport | None, counters: Counters) -> None:
+        self.schedule = schedule
+        self.split: list[tuple[slice, SplitAttention]] = []
+        self.whole: tuple[slice, WholePack] | None = None
+        for block in schedule.blocks:
+            rows = slice(block.start, block.stop)
+            if block.config.is_whole:
+                self.whole = rows, WholePack(block, counters)
+            elif transport is None:
+                raise EngineError("a split sequence on an engine without process groups")
+            else:
+                self.split.append((rows, SplitAttention(block, schedule.rank, transport, counters)))
+
+
+class CoalescedAttentionEngine:
+    """Attention over a rank's packed tokens, following the schedule that is installed.
+
+    Args:
+        groups: process groups of the legal family; None on a single rank.
+        max_schedules: schedules kept for backwards that come later than the next `install`.
+    """
+
+    def __init__(self, groups: ProcessGroupCache | None = None, max_schedules: int = 256) -> None:
+        self.counters = Counters()
+        self._transport = GroupTransport(groups, self.counters) if groups is not None else None
+        self._lowered: OrderedDict[int, _Lowered] = OrderedDict()
+        self._max_schedules = max_schedules
+        self._current: Tensor | None = None
+        self._next_id = 0
+        self.handle = f"engine-{next(_handles)}"
+        _engines[self.handle] = self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CoalescedAttentionEngine:
+        """Copies of a model (EMA, profiling) share the engine: process groups cannot be copied."""
+        return self
+
+    @property
+    def active(self) -> bool:
+        """Whether a schedule is installed."""
+        return self._current is not None
+
+    @property
+    def schedule(self) -> RankSchedule:
+        """The installed schedule."""
+        return self._find(self._require_current()).schedule
+
+    def install(self, schedule: RankSchedule) -> None:
+        """Make `schedule` the current one. Checkpointed regions that were entered under another one still
+        recompute under theirs."""
+        self._lowered[self._next_id] = _Lowered(schedule, self._transport, self.counters)
+        self._current = torch.tensor([self._next_id])
+        self._next_id += 1
+        while len(self._lowered) > self._max_schedules:
+            self._lowered.popitem(last=False)
+
+    def uninstall(self) -> None:
+        """Forget the current schedule; those needed by a pending backward stay."""
+        self._current = None
+
+    @contextmanager
+    def installed(self, schedule: RankSchedule) -> Iterator[None]:
+        """`schedule` for the duration of a block, then the previous one."""
+        previous = self._current
+        self.install(schedule)
+        try:
+            yield
+        finally:
+            self._current = previous
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
+        """Attention of each local token over its whole sequence.
+
+        Args:
+            q, k, v: `[T, H, D]`, local tokens in buffer order.
+            scale: default D**-0.5.
+
+        Returns:
+            `[T, H, D]`, in input order.
+
+        Raises:
+            EngineError: another number of tokens than scheduled, or heads that a head split does not divide.
+            CollectiveError: a peer is gone or late.
+        """
+        schedule_id = self._require_current()
+        self._check(q, k, v)
+        out, _ = _attention(q, k, v, schedule_id, scale or q.shape[-1] ** -0.5, self.handle)
+        return out
+
+    def _check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        schedule = self.schedule
+        if not q.shape == k.shape == v.shape or q.dim() != 3 or q.shape[0] != schedule.num_tokens:
+            raise EngineError(
+                f"self-attention got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)};"
+                f" this rank is planned to hold {schedule.num_tokens} tokens",
+                fix="pass [T, H, D] tensors of this rank's packed tokens; repeat grouped key/value heads first",
+            )
+        heads = q.shape[1]
+        for block in schedule.blocks:
+            if heads % block.config.h:
+                legal = [h for h in range(1, heads + 1) if heads % h == 0]
+                raise EngineError(
+                    f"a head split of {block.config.h} does not divide {heads} heads",
+                    fix=f"legal head degrees of this model are {legal}",
+                )
+
+    def _require_current(self) -> Tensor:
+        if self._current is None:
+            raise EngineError(
+                "no schedule is installed",
+                fix='train with Trainer(strategy="zellige"), or call engine.install(schedule) first',
+            )
+        return self._current
+
+    def _find(self, schedule_id: Tensor) -> _Lowered:
+        try:
+            return self._lowered[int(schedule_id)]
+        except KeyError:
+            raise EngineError(
+                f"schedule {int(schedule_id)} is gone: more than {self._max_schedules} were installed since",
+                fix="run the backward of a batch before that many further batches",
+            ) from None
+
+    def checkpoint_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """(forward, recompute) contexts for `torch.utils.checkpoint`: recompute under the schedule of forward."""
+        at_forward = self._current
+
+        @contextmanager
+        def recompute() -> Iterator[None]:
+            previous, self._current = self._current, at_forward
+            try:
+                yield
+            finally:
+                self._current = previous
+
+        return nullcontext(), recompute()
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, schedule_id: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """out `[T, H, D]`, lse `[T, H]`."""
+        lowered = self._find(schedule_id)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        lse = q.new_empty(q.shape[:2], dtype=accumulation_dtype(q.dtype))
+
+        def split(attention: SplitAttention, rows: slice) -> InFlight:
+            return attention.forward(q[rows], k[rows], v[rows], scale)
+
+        def whole(attention: WholePack, rows: slice) -> tuple[Tensor, ...]:
+            return attention.forward(q[rows], k[rows], v[rows], scale)
+
+        self._run(lowered, split, whole, (out, lse))
+        return out, lse
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        schedule_id: Tensor,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk, dv `[T, H, D]`."""
+        lowered = self._find(schedule_id)
+        gradients = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+
+        def split(attention: SplitAttention, rows: slice) -> InFlight:
+            return attention.backward(dout[rows], q[rows], k[rows], v[rows], out[rows], lse[rows], scale)
+
+        def whole(attention: WholePack, rows: slice) -> tuple[Tensor, ...]:
+            return attention.backward(dout[rows], q[rows], k[rows], v[rows], out[rows], lse[rows], scale)
+
+        self._run(lowered, split, whole, gradients)
+        return gradients
+
+    @staticmethod
+    def _run(
+        lowered: _Lowered,
+        split: Callable[[SplitAttention, slice], InFlight],
+        whole: Callable[[WholePack, slice], tuple[Tensor, ...]],
+        into: tuple[Tensor, ...],
+    ) -> None:
+        """Blocks in order; the whole pack runs while the first exchange is in flight, since it needs none."""
+        pending = lowered.whole
+        for rows, attention in lowered.split:
+            running = split(attention, rows)
+            results = None
+            while results is None:
+                try:
+                    next(running)
+                except StopIteration as done:
+                    results = done.value
+                else:
+                    if pending is not None:
+                        _store(into, pending[0], whole(pending[1], pending[0]))
+                        pending = None
+            _store(into, rows, results)
+        if pending is not None:
+            _store(into, pending[0], whole(pending[1], pending[0]))
+
+
+def _store(into: tuple[Tensor, ...], rows: slice, results: tuple[Tensor, ...]) -> None:
+    for target, result in zip(into, results, strict=True):
+        target[rows] = result
+
+
+@torch.library.custom_op("zellige::attention", mutates_args=())
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, schedule_id: Tensor, scale: float, handle: str
+) -> tuple[Tensor, Tensor]:
+    return _engines[handle].forward(q, k, v, schedule_id, scale)
+
+
+@_attention.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, schedule_id: Tensor, scale: float, handle: str
+) -> tuple[Tensor, Tensor]:
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    return out, q.new_empty(q.shape[:2], dtype=accumulation_dtype(q.dtype))
+
+
+@torch.library.custom_op("zellige::attention_backward", mutates_args=())
+def _attention_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    schedule_id: Tensor,
+    scale: float,
+    handle: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _engines[handle].backward(dout, q, k, v, out, lse, schedule_id, scale)
+
+
+@_attention_backward.register_fake
+def _(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    schedule_id: Tensor,
+    scale: float,
+    handle: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    return dq, dk, dv
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, schedule_id, ctx.scale, ctx.handle = inputs
+    ctx.save_for_backward(q, k, v, *output, schedule_id)
+
+
+def _differentiate(ctx: Any, dout: Tensor, dlse: Tensor | None) -> tuple[Any, ...]:
+    q, k, v, out, lse, schedule_id = ctx.saved_tensors
+    gradients = _attention_backward(
+        dout.contiguous(), q, k, v, out, lse, schedule_id, ctx.scale, ctx.handle
+    )
+    return *gradients, None, None, None
+
+
+_attention.register_autograd(_differentiate, setup_context=_save)

@@ -1,0 +1,122 @@
+"""Sends the scaled_dot_product_attention calls of chosen modules to the engine, without touching their code."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+from zellige_lightning.engine.engine import CoalescedAttentionEngine
+from zellige_lightning.errors import EngineError
+
+Attention = Callable[[Tensor, Tensor, Tensor, "float | None"], Tensor]
+
+_local = threading.local()
+
+
+def current_engine() -> CoalescedAttentionEngine | None:
+    """The engine of the step that this thread is in, if any."""
+    return getattr(_local, "engine", None)
+
+
+@contextmanager
+def engine_of_step(engine: CoalescedAttentionEngine) -> Iterator[None]:
+    """Make `engine` the one that `checkpoint` finds."""
+    previous = current_engine()
+    _local.engine = engine
+    try:
+        yield
+    finally:
+        _local.engine = previous
+
+
+class AttentionRouter:
+    """Answers the attention calls inside the attached modules while `attention` is set; else leaves them alone.
+
+    It works through forward hooks and a torch function mode, so that copies of a module (EMA, profiling) and the
+    recomputation of a checkpointed region are routed as well, and no parameter or name changes.
+    """
+
+    def __init__(self) -> None:
+        self.attention: Attention | None = None
+        self.calls: list[str] = []
+        self._handles: list[RemovableHandle] = []
+        self._open: list[_Route] = []
+
+    def attach(self, name: str, module: nn.Module) -> None:
+        """Route the calls inside `module`; `name` is used in messages."""
+
+        def enter(module: nn.Module, args: Any) -> None:
+            route = _Route(self, name)
+            route.__enter__()
+            self._open.append(route)
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            self._open.pop().__exit__(None, None, None)
+
+        self._handles.append(module.register_forward_pre_hook(enter))
+        self._handles.append(module.register_forward_hook(leave, always_call=True))
+
+    def detach(self) -> None:
+        """Leave the modules as they were."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    @contextmanager
+    def answered_by(self, attention: Attention | None) -> Iterator[None]:
+        """Use `attention` for the duration of a block."""
+        previous, self.attention = self.attention, attention
+        try:
+            yield
+        finally:
+            self.attention = previous
+
+
+class _Route(TorchFunctionMode):
+    def __init__(self, router: AttentionRouter, name: str) -> None:
+        super().__init__()
+        self._router, self._name = router, name
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention and self._router.attention is not None:
+            return self._answer(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _answer(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """query [1, H, T, D], key and value [1, H or fewer, T, D] -> [1, H, T, D]."""
+        if attn_mask is not None or dropout_p or is_causal:
+            raise EngineError(
+                f"module {self._name!r} calls attention with a mask, dropout or causality",
+                fix="the engine computes full attention within each sequence; remove mask and dropout",
+            )
+        if query.dim() != 4 or query.shape[0] != 1 or key.shape[2] != query.shape[2]:
+            raise EngineError(
+                f"module {self._name!r} calls attention with query {tuple(query.shape)} and key"
+                f" {tuple(key.shape)}, not self-attention over [1, H, T, D] packed tokens",
+                fix="match only self-attention modules in `coalesced_attention`, and pack tokens without a batch axis",
+            )
+        if enable_gqa:
+            repeats = query.shape[1] // key.shape[1]
+            key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
+        self._router.calls.append(self._name)
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        assert self._router.attention is not None
+        out = self._router.attention(q, k, v, scale)
+        return out.transpose(0, 1)[None]
