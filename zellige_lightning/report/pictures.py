@@ -36,12 +36,16 @@ def prices_of(plan: Plan, batch: GlobalBatch, table: ProfileTable, topology: Top
 def plan_picture(
     plan: Plan, batch: GlobalBatch, path: str | Path, prices_us: Rows[int] | None = None
 ) -> Path:
+    """`plan_figure`, written to `path`."""
+    return _save(plan_figure(plan, batch, prices_us), path)
+
+
+def plan_figure(plan: Plan, batch: GlobalBatch, prices_us: Rows[int] | None = None) -> Figure:
     """Ranks as bars, stacked in execution order; warm segments are videos, cool ones images, splits hatched.
 
     Args:
         prices_us: price of each sequence per participating rank. Bars then show predicted time and the
-        line is
-            the proven load floor; without prices bars show tokens and the line is their mean.
+            line is the proven load floor; without prices bars show tokens and the line is their mean.
     """
     figure, axes = _canvas(1.1 * plan.world_size + 3.0, 4.2)
     shades = _shades(batch)
@@ -67,8 +71,8 @@ def plan_picture(
     axes.set_xlabel("rank")
     axes.set_ylabel("tokens" if prices_us is None else "predicted time (ms)")
     axes.set_title(f"{plan.planner}: batch {plan.step}, {len(lengths)} sequences, {plan.num_splits} split")
-    _legend(axes, batch, shades, "mean" if prices_us is None else "load floor")
-    return _save(figure, path)
+    _legend(axes, shades, "mean" if prices_us is None else "load floor")
+    return figure
 
 
 def _shades(batch: GlobalBatch) -> dict[str, Colour]:
@@ -83,7 +87,7 @@ def _shades(batch: GlobalBatch) -> dict[str, Colour]:
     return shades
 
 
-def _legend(axes: Axes, batch: GlobalBatch, shades: Mapping[str, Colour], floor_name: str) -> None:
+def _legend(axes: Axes, shades: Mapping[str, Colour], floor_name: str) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
