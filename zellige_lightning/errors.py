@@ -19,7 +19,8 @@ class ZelligeError(Exception):
         self, message: str, *, fix: str | None = None, step: int | None = None, rank: int | None = None
     ) -> None:
         self.message, self.fix, self.step, self.rank = message, fix, step, rank
-        super().__init__(str(self))
+        self.agreed = False  # whether every rank raises it, so that nobody must be told
+        super().__init__(message)
 
     def __str__(self) -> str:
         where = [f"step {self.step}"] if self.step is not None else []
