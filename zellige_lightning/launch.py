@@ -17,9 +17,12 @@ from typing import Any, ClassVar
 
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies.launchers.launcher import _Launcher
+from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 
-from zellige_lightning.errors import ConfigError
+from zellige_lightning.errors import ConfigError, RankFailure
 
 # What Lightning's launcher sets for a job and leaves behind.
 _JOB_VARIABLES = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -37,6 +40,16 @@ _PARENT_OVERRIDES = (
     "hydra/sweeper=",
 )
 _LINGER_S = 60.0
+
+
+def configure_launcher(strategy: DDPStrategy, start_method: str) -> _Launcher:
+    """The launcher of a strategy: `popen` runs the script again, `spawn` and `fork` call its function."""
+    environment = strategy.cluster_environment
+    assert environment is not None
+    if start_method != "popen":
+        return _MultiProcessingLauncher(strategy, start_method=start_method)  # type: ignore[arg-type]
+    HydraSafeLauncher.end_previous_job()
+    return HydraSafeLauncher(environment, strategy.num_processes, strategy.num_nodes)
 
 
 class HydraSafeLauncher(_SubprocessScriptLauncher):
@@ -57,13 +70,23 @@ class HydraSafeLauncher(_SubprocessScriptLauncher):
         previous = cls._active
         if previous is None or previous._job_dir == _job_dir():
             return
-        for child in previous.procs:  # they need our store until they are done
-            child.wait(timeout=_LINGER_S)
+        previous._wait_for_children()
         if dist.is_available() and dist.is_initialized():
             dist.destroy_process_group()
         for name in _JOB_VARIABLES:
             os.environ.pop(name, None)
         cls._active = None
+
+    def _wait_for_children(self) -> None:
+        """They need this process's store until they are done."""
+        try:
+            for child in self.procs:
+                child.wait(timeout=_LINGER_S)
+        except subprocess.TimeoutExpired as error:
+            raise RankFailure(
+                f"process {error.cmd} of the previous job still runs after {_LINGER_S:.0f} s",
+                fix="run the jobs of this sweep one by one; see the log of that process",
+            ) from None
 
     def _call_children_scripts(self) -> None:
         self._job_dir = _job_dir()
