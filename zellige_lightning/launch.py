@@ -17,9 +17,6 @@ from typing import Any, ClassVar
 
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
-from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.strategies.launchers.launcher import _Launcher
-from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 
 from zellige_lightning.errors import ConfigError, RankFailure
@@ -42,16 +39,6 @@ _PARENT_OVERRIDES = (
 _LINGER_S = 60.0
 
 
-def configure_launcher(strategy: DDPStrategy, start_method: str) -> _Launcher:
-    """The launcher of a strategy: `popen` runs the script again, `spawn` and `fork` call its function."""
-    environment = strategy.cluster_environment
-    assert environment is not None
-    if start_method != "popen":
-        return _MultiProcessingLauncher(strategy, start_method=start_method)  # type: ignore[arg-type]
-    HydraSafeLauncher.end_previous_job()
-    return HydraSafeLauncher(environment, strategy.num_processes, strategy.num_nodes)
-
-
 class HydraSafeLauncher(_SubprocessScriptLauncher):
     """Lightning's launcher of scripts, aware of Hydra's jobs. Without Hydra it is Lightning's."""
 
@@ -62,12 +49,12 @@ class HydraSafeLauncher(_SubprocessScriptLauncher):
         super().__init__(cluster_environment, num_processes, num_nodes)
         self._job_dir: str | None = None
 
-    @classmethod
-    def end_previous_job(cls) -> None:
+    @staticmethod
+    def end_previous_job() -> None:
         """Clears what an earlier job of this sweep left in this process. To be called before a strategy
         asks its cluster environment whether processes are started by somebody else. Nothing to do within
         one job."""
-        previous = cls._active
+        previous = HydraSafeLauncher._active
         if previous is None or previous._job_dir == _job_dir():
             return
         previous._wait_for_children()
@@ -75,7 +62,7 @@ class HydraSafeLauncher(_SubprocessScriptLauncher):
             dist.destroy_process_group()
         for name in _JOB_VARIABLES:
             os.environ.pop(name, None)
-        cls._active = None
+        HydraSafeLauncher._active = None
 
     def _wait_for_children(self) -> None:
         """They need this process's store until they are done."""
@@ -96,7 +83,7 @@ class HydraSafeLauncher(_SubprocessScriptLauncher):
         self._check_can_spawn_children()
         self._export_job()
         self.procs = [self._start(local_rank) for local_rank in range(1, self.num_processes)]
-        type(self)._active = self
+        HydraSafeLauncher._active = self  # on this class, whatever the launcher's own is
 
     def _export_job(self) -> None:
         environment = self.cluster_environment
