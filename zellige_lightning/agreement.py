@@ -36,10 +36,10 @@ class Agreement:
         if self._group is None:
             return [values]
         mine = torch.tensor(values, dtype=torch.int64)
-        everybody = torch.empty(self.world_size * len(values), dtype=torch.int64)
+        everybody = [torch.empty_like(mine) for _ in range(self.world_size)]
         with _named("gather"):
-            dist.all_gather_into_tensor(everybody, mine, group=self._group)
-        return everybody.view(self.world_size, -1).tolist()  # type: ignore[no-any-return]
+            dist.all_gather(everybody, mine, group=self._group)
+        return [row.tolist() for row in everybody]
 
     def share(self, text: str | None, source: int = 0) -> str:
         """The text of rank `source`, on every rank."""

@@ -19,13 +19,11 @@ class ProcessGroupCache:
 
     Args:
         timeout: of every collective of these groups.
-        max_groups: refuse families that need more groups than that in the whole world.
         device: where the warm-up tensor lives; a communicator takes its memory at first use.
     """
 
-    def __init__(self, timeout: timedelta, max_groups: int = 128, device: torch.device | None = None) -> None:
-        self._timeout, self._max_groups = timeout, max_groups
-        self._device = device or torch.device("cpu")
+    def __init__(self, timeout: timedelta, device: torch.device | None = None) -> None:
+        self._timeout, self._device = timeout, device or torch.device("cpu")
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
     def __len__(self) -> int:
@@ -37,16 +35,8 @@ class ProcessGroupCache:
 
     def prepare(self, rank_sets: Iterable[tuple[int, ...]]) -> None:
         """Make the missing groups. A collective: all ranks of the world call it with the same sets.
-
-        Raises:
-            EngineError: more groups than `max_groups`.
         """
         wanted = {ranks for ranks in rank_sets if len(ranks) > 1} - set(self._groups)
-        if len(wanted) + len(self._groups) > self._max_groups:
-            raise EngineError(
-                f"{len(wanted) + len(self._groups)} process groups are wanted, the limit is {self._max_groups}",
-                fix="choose a smaller family (planner.family=aligned), planner.max_degree, or raise engine.max_groups",
-            )
         rank = dist.get_rank()
         for ranks in sorted(wanted, key=lambda r: (-len(r), r)):
             group = dist.new_group(list(ranks), timeout=self._timeout)

@@ -47,6 +47,7 @@ class GlobalBatchSampler:
             raise DataError("sample keys repeat", fix="each sample needs a key of its own")
         self._budget, self._share = tokens_per_batch, video_token_share
         self._seed, self._shuffle = seed, shuffle
+        self._num_batches: int | None = None
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
@@ -58,8 +59,32 @@ class GlobalBatchSampler:
         names = [bucket.name for _, bucket in self._items]
         return {bucket.name: names.count(bucket.name) for bucket in self.buckets}
 
+    @property
+    def num_batches(self) -> int:
+        """Batches of an epoch; the same in every epoch, since trainers ask for the length once."""
+        if self._num_batches is None:
+            self._num_batches = len(self._deal_freely(0))
+        return self._num_batches
+
     def deal(self, epoch: int) -> list[list[tuple[str, Bucket]]]:
-        """The batches of an epoch as (key, bucket) lists, in training order."""
+        """The batches of an epoch as (key, bucket) lists, in training order; always `num_batches` of them."""
+        batches = self._deal_freely(epoch)
+
+        def tokens(batch: list[tuple[str, Bucket]]) -> int:
+            return sum(bucket.num_tokens for _, bucket in batch)
+
+        # Another shuffle may pack a little better or worse than that of epoch 0.
+        while len(batches) > self.num_batches:
+            smallest = min(batches, key=tokens)
+            batches.remove(smallest)
+            for item in smallest:
+                min(batches, key=tokens).append(item)
+        while len(batches) < self.num_batches:
+            largest = max((b for b in batches if len(b) > 1), key=tokens)
+            batches.append([largest.pop() for _ in range(len(largest) // 2)])
+        return batches
+
+    def _deal_freely(self, epoch: int) -> list[list[tuple[str, Bucket]]]:
         items = list(self._items)
         generator = random.Random(digest63(f"{self._seed}|{epoch}"))
         if self._shuffle:
@@ -100,7 +125,9 @@ class GlobalBatchSampler:
         video, image = (sum(bucket.num_tokens for _, bucket in items) for items in (videos, images))
         return video / (video + image)
 
-    def epoch_batches(self, epoch: int, first_step: int, window: int, limit: int | None = None) -> list[GlobalBatch]:
+    def epoch_batches(
+        self, epoch: int, first_step: int, window: int, limit: int | None = None
+    ) -> list[GlobalBatch]:
         """The global batches of an epoch, with the size of the accumulation window that each is part of.
 
         Args:

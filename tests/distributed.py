@@ -1,0 +1,141 @@
+"""Runs a function on N processes that form a gloo world, in a fraction of a second.
+
+A fork server imports torch and Lightning once; every process is forked from it. Ranks meet on a loopback port that
+the first of them chooses, told through environment variables as torchrun would, so that Lightning starts nothing.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import tempfile
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "torch.distributed", "lightning.pytorch", "zellige_lightning.strategy"])
+
+
+@dataclass
+class Outcome:
+    """How one rank ended. `error` is what it raised, as (type name, text); `log` is its standard error."""
+
+    rank: int
+    value: Any = None
+    error: tuple[str, str] | None = None
+    exit_code: int | None = None
+    trace: str = ""
+
+
+def run_distributed(
+    function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0, group: bool = True
+) -> list[Any]:
+    """`function(rank, *args)` on every rank; the results by rank.
+
+    Args:
+        function: a module-level function.
+        group: make the default process group first. Lightning makes its own.
+
+    Raises:
+        AssertionError: a rank raised, died, or did not end in time.
+    """
+    outcomes = run_outcomes(function, world_size, *args, timeout_s=timeout_s, group=group)
+    failed = [o for o in outcomes if o.error or o.exit_code]
+    assert not failed, "\n".join(f"rank {o.rank} (exit code {o.exit_code}):\n{o.trace}" for o in failed)
+    return [o.value for o in outcomes]
+
+
+def run_outcomes(
+    function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0, group: bool = True
+) -> list[Outcome]:
+    """Like `run_distributed`, but failing ranks are part of the result."""
+    port = _free_port()
+    with tempfile.TemporaryDirectory() as folder:
+        pipes = [_context.Pipe(duplex=False) for _ in range(world_size)]
+        processes = [
+            _context.Process(
+                target=_rank_main,
+                args=(function, rank, world_size, port, folder, group, pipes[rank][1], args),
+                daemon=True,
+            )
+            for rank in range(world_size)
+        ]
+        for process, (_, child) in zip(processes, pipes, strict=True):
+            process.start()
+            child.close()
+        return [
+            _collect(rank, process, parent, timeout_s)
+            for rank, (process, (parent, _)) in enumerate(zip(processes, pipes, strict=True))
+        ]
+
+
+def _collect(rank: int, process: Any, parent: Any, timeout_s: float) -> Outcome:
+    outcome = Outcome(rank)
+    try:
+        if parent.poll(timeout_s):
+            outcome.value, outcome.error, outcome.trace = parent.recv()
+        else:
+            outcome.error = ("TimeoutError", f"rank {rank} did not end within {timeout_s} s")
+            outcome.trace = outcome.error[1]
+    except EOFError:
+        outcome.trace = "the process died without a result"
+    process.join(10.0)
+    if process.is_alive():
+        process.kill()
+        process.join()
+    outcome.exit_code = process.exitcode
+    return outcome
+
+
+def _rank_main(
+    function: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    port: int,
+    folder: str,
+    group: bool,
+    pipe: Any,
+    args: tuple[Any, ...],
+) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        GROUP_RANK="0",
+        TORCHELASTIC_RUN_ID="tests",
+        OMP_NUM_THREADS="1",
+        XDG_CACHE_HOME=folder,
+    )
+    value, error, trace = None, None, ""
+    try:
+        if group:
+            dist.init_process_group(
+                "gloo", rank=rank, world_size=world_size, timeout=timedelta(seconds=60), init_method="env://"
+            )
+        value = function(rank, *args)
+    except BaseException as caught:
+        error, trace = (type(caught).__name__, str(caught)), traceback.format_exc()
+    pipe.send((value, error, trace))
+    pipe.close()
+    if group and error is None:
+        dist.barrier()  # the store's host must not leave while others still talk to it
+        dist.destroy_process_group()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+

@@ -1,0 +1,217 @@
+"""`ZelligeDataModule` wraps a DataModule: it buckets its samples into global batches and resolves each batch, in
+`on_before_batch_transfer`, to the tokens that the plan gives this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence as Rows
+from typing import Any
+
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+from zellige_lightning.batch import RankBatch, materialize
+from zellige_lightning.errors import ConfigError, DataError
+from zellige_lightning.loader import GlobalBatchLoader
+from zellige_lightning.lookahead import PendingStep
+from zellige_lightning.placement import Bucket, Catalog, GlobalBatch, Plan, whole
+from zellige_lightning.sources import DatasetSource, GlobalBatchSampler, Sample, TokenSource
+
+Tokenize = Callable[[Any], tuple[Mapping[str, Tensor], Mapping[str, Tensor]]]
+
+
+class ZelligeDataModule(LightningDataModule):
+    """Global batches of mixed images and videos, from any DataModule with map-style datasets.
+
+    Args:
+        datamodule: its dataloaders are asked only for their datasets. A dataset that is a `TokenSource` is read by
+            token ranges; any other map-style dataset needs `describe` and `tokenize`.
+        catalog: expected buckets; default, those that occur in the training samples.
+        tokens_per_batch: token budget of a global batch, over all ranks.
+        video_token_share: target share of video tokens in a batch; None takes samples as they come.
+        seed: of the order of samples.
+        loss_reduction: `sequence` weighs every sequence alike, `token` every token.
+        describe: index of an item -> `Sample` (key and grid), without decoding it.
+        tokenize: item -> (token fields with one row per token, fields with one value per sequence).
+    """
+
+    def __init__(
+        self,
+        datamodule: LightningDataModule,
+        catalog: Catalog | Mapping[str, Any] | None = None,
+        *,
+        tokens_per_batch: int,
+        video_token_share: float | None = None,
+        seed: int = 0,
+        loss_reduction: str = "sequence",
+        describe: Callable[[int], Sample] | None = None,
+        tokenize: Tokenize | None = None,
+    ) -> None:
+        super().__init__()
+        if loss_reduction not in ("sequence", "token"):
+            raise ConfigError(f"loss_reduction={loss_reduction!r}", fix="use `sequence` or `token`")
+        if (describe is None) != (tokenize is None):
+            raise ConfigError("`describe` and `tokenize` belong together", fix="give both or none")
+        self.inner = datamodule
+        self._catalog = as_catalog(catalog)
+        self._tokens_per_batch, self._video_token_share = tokens_per_batch, video_token_share
+        self._seed, self._loss_reduction = seed, loss_reduction
+        self._describe, self._tokenize = describe, tokenize
+        self._train_loader: GlobalBatchLoader | None = None
+        self.prepare_data_per_node = datamodule.prepare_data_per_node
+        self.allow_zero_length_dataloader_with_multiple_devices = (
+            datamodule.allow_zero_length_dataloader_with_multiple_devices
+        )
+
+    # ---- batches --------------------------------------------------------------------------------------------
+
+    def training_loader(self) -> GlobalBatchLoader:
+        """The loader of the training samples; made once per fit."""
+        if self._train_loader is None:
+            self._train_loader = self._loader(self.inner.train_dataloader(), training=True)
+        return self._train_loader
+
+    def train_dataloader(self) -> GlobalBatchLoader:
+        return self.training_loader()
+
+    def val_dataloader(self) -> Any:
+        return self._evaluation(self.inner.val_dataloader)
+
+    def test_dataloader(self) -> Any:
+        return self._evaluation(self.inner.test_dataloader)
+
+    def predict_dataloader(self) -> Any:
+        return self._evaluation(self.inner.predict_dataloader)
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """A planned batch becomes this rank's `RankBatch`; anything else passes as it came."""
+        if isinstance(batch, PendingStep):
+            batch = self._strategy().take(batch)
+        elif isinstance(batch, GlobalBatch):
+            raise ConfigError(
+                "a global batch arrived without a plan",
+                fix='train with Trainer(strategy="zellige"); other strategies cannot place sequences',
+                step=batch.step,
+            )
+        model = self.trainer.lightning_module if self.trainer is not None else None
+        if model is not None:  # Lightning calls only one of both hooks, the data module's
+            batch = type(model).on_before_batch_transfer(model, batch, dataloader_idx)
+        return batch
+
+    def _strategy(self) -> Any:
+        from zellige_lightning.strategy import ZelligeStrategy
+
+        assert self.trainer is not None
+        strategy = self.trainer.strategy
+        if not isinstance(strategy, ZelligeStrategy):
+            raise ConfigError(f"a planned batch under {type(strategy).__name__}", fix='use strategy="zellige"')
+        return strategy
+
+    def _loader(self, dataloaders: Any, *, training: bool) -> GlobalBatchLoader:
+        source = self._source(dataloaders)
+        catalog = self._catalog or _catalog_of(source.samples)
+        sampler = GlobalBatchSampler(
+            source.samples,
+            catalog,
+            tokens_per_batch=self._tokens_per_batch,
+            video_token_share=self._video_token_share if training else None,
+            seed=self._seed,
+            shuffle=training,
+        )
+        return GlobalBatchLoader(source, sampler, catalog, self._loss_reduction)
+
+    def _source(self, dataloader: Any) -> TokenSource:
+        dataset = getattr(dataloader, "dataset", dataloader)
+        if self._describe is not None and self._tokenize is not None:
+            return DatasetSource(dataset, self._describe, self._tokenize)
+        if isinstance(dataset, TokenSource):
+            return dataset
+        raise DataError(
+            f"dataset {type(dataset).__name__} cannot be read by token ranges",
+            fix="implement `TokenSource`, or pass `describe` and `tokenize` to ZelligeDataModule",
+        )
+
+    def _evaluation(self, dataloaders: Callable[[], Any]) -> Any:
+        """Whole sequences, dealt to the ranks: nothing is split, so ranks may hold unequally many."""
+        try:
+            inner = dataloaders()
+        except MisconfigurationException:  # the wrapped module has none of that kind
+            return []
+        if inner is None or (isinstance(inner, list) and not inner):
+            return []
+        rank, world_size = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
+        return EvaluationLoader(self._loader(inner, training=False), rank, world_size)
+
+    # ---- everything else is the wrapped module's ------------------------------------------------------------
+
+    def prepare_data(self) -> None:
+        self.inner.trainer = self.trainer
+        self.inner.prepare_data()
+
+    def setup(self, stage: str) -> None:
+        self.inner.trainer = self.trainer
+        self._train_loader = None
+        self.inner.setup(stage)
+
+    def teardown(self, stage: str) -> None:
+        self.inner.teardown(stage)
+
+    def on_exception(self, exception: BaseException) -> None:
+        self.inner.on_exception(exception)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state_dict)
+
+    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+        return self.inner.transfer_batch_to_device(batch, device, dataloader_idx)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return self.inner.on_after_batch_transfer(batch, dataloader_idx)
+
+
+class EvaluationLoader:
+    """This rank's share of the evaluation batches, as whole-sequence `RankBatch`es."""
+
+    def __init__(self, loader: GlobalBatchLoader, rank: int, world_size: int) -> None:
+        self.loader = loader
+        self._batches = loader.epoch_batches(0, window=1, limit=len(loader))[rank::world_size]
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Any:
+        for batch in self._batches:
+            yield local_batch(batch, self.loader.source, self.loader.loss_reduction)
+
+
+def local_batch(batch: GlobalBatch, source: TokenSource, loss_reduction: str = "sequence") -> RankBatch:
+    """All sequences of `batch` whole on this process: a world of its own."""
+    size = len(batch.sequences)
+    plan = Plan(batch.step, 1, (whole(0),) * size, (0,), (0,), planner="local")
+    return materialize(batch, plan, 0, source, loss_reduction=loss_reduction)
+
+
+def as_catalog(catalog: Catalog | Mapping[str, Any] | None) -> Catalog | None:
+    """A catalog from what a configuration says: `{buckets: {name: [T, H, W], ...}, strict: false}`.
+
+    Raises:
+        ConfigError: unknown keys.
+    """
+    if catalog is None or isinstance(catalog, Catalog):
+        return catalog
+    if unknown := set(catalog) - {"buckets", "strict"}:
+        raise ConfigError(f"unknown catalog settings {sorted(unknown)}", fix="known are `buckets` and `strict`")
+    buckets = tuple(Bucket(name, tuple(grid)) for name, grid in (catalog.get("buckets") or {}).items())
+    return Catalog(buckets, bool(catalog.get("strict", False))) if buckets else None
+
+
+def _catalog_of(samples: Rows[Sample]) -> Catalog:
+    """One bucket per shape that occurs."""
+    if not samples:
+        raise DataError("there is no sample to train on", fix="check the data path and the filters")
+    grids = sorted({sample.grid for sample in samples})
+    kinds = {True: "video", False: "image"}
+    return Catalog(tuple(Bucket(f"{kinds[g[0] > 1]}-{g[0]}x{g[1]}x{g[2]}", g) for g in grids))

@@ -1,0 +1,241 @@
+"""Plans and reads the next global batch in the background while the current one trains.
+
+Lightning never prefetches `on_before_batch_transfer`, so planning there would be fully exposed. Here the loader that
+Lightning iterates hands out *pending* batches: a thread with a gloo group of its own agrees, plans, shares and reads
+them one step ahead, across epoch ends too; the hook only waits for what is not ready yet.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from zellige_lightning.agreement import Agreement
+from zellige_lightning.batch import RankBatch, materialize
+from zellige_lightning.errors import DataError, PlanningError, ZelligeError
+from zellige_lightning.loader import GlobalBatchLoader
+from zellige_lightning.placement import GlobalBatch, Plan
+from zellige_lightning.planner import Planner
+
+
+@dataclass
+class PlannedStep:
+    """A global batch that is planned and read.
+
+    Args:
+        prepare_ms: agreement, solving, sharing and reading together.
+        exposed_ms: how long training waited for it; set when it is taken.
+        stop: some rank asked to stop before this batch.
+    """
+
+    rank_batch: RankBatch
+    prepare_ms: float
+    stop: bool = False
+    exposed_ms: float = 0.0
+
+
+class StepPreparer:
+    """Turns a `GlobalBatch` into this rank's `PlannedStep`. A collective of all ranks.
+
+    Errors are agreed: whatever fails on one rank while planning or reading is raised on all, before the step.
+    """
+
+    def __init__(self, agreement: Agreement, planner: Planner, stop_requested: Callable[[], bool]) -> None:
+        self._agreement, self._planner, self._stop_requested = agreement, planner, stop_requested
+
+    def prepare(self, loader: GlobalBatchLoader, batch: GlobalBatch, accumulation: int) -> PlannedStep:
+        """Agree on the batch, plan it on rank 0, share the plan, read this rank's tokens.
+
+        Raises:
+            DataError: ranks that drew different batches, or a sample that cannot be read.
+            PlanningError: no placement; also for whatever else the planner raises.
+        """
+        began = time.perf_counter()
+        reports = self._agreement.gather([batch.digest, int(self._stop_requested())])
+        if len({digest for digest, _ in reports}) > 1:
+            error = DataError(
+                f"the ranks drew different global batches: digests {[digest for digest, _ in reports]}",
+                fix="give every rank the same seed, sample list and settings",
+                step=batch.step,
+            )
+            error.agreed = True
+            raise error
+        plan = Plan.from_json(self._agreement.on_first(lambda: self._solve(batch).to_json()))
+        rank_batch = self._agreement.together(lambda: self._read(loader, batch, plan, accumulation))
+        elapsed = 1e3 * (time.perf_counter() - began)
+        return PlannedStep(rank_batch, elapsed, stop=any(stop for _, stop in reports))
+
+    def _solve(self, batch: GlobalBatch) -> Plan:
+        try:
+            return self._planner.plan(batch)
+        except ZelligeError as error:
+            error.step = batch.step
+            raise
+        except Exception as error:
+            raise PlanningError(
+                f"the planner failed: {type(error).__name__}: {error}",
+                fix="report this with the batch that caused it, or try another planner",
+                step=batch.step,
+            ) from error
+
+    def _read(
+        self, loader: GlobalBatchLoader, batch: GlobalBatch, plan: Plan, accumulation: int
+    ) -> RankBatch:
+        try:
+            return materialize(
+                batch,
+                plan,
+                self._agreement.rank,
+                loader.source,
+                accumulation=accumulation,
+                loss_reduction=loader.loss_reduction,
+            )
+        except ZelligeError as error:
+            error.step = batch.step
+            raise
+        except Exception as error:
+            raise DataError(
+                f"reading failed: {type(error).__name__}: {error}",
+                fix="see the traceback of that rank",
+                step=batch.step,
+            ) from error
+
+
+class Background:
+    """One daemon thread that runs jobs in order. Daemonic, so that a job stuck in a dead collective cannot keep the
+    process alive."""
+
+    def __init__(self, name: str) -> None:
+        self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Callable[[], Any]) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._jobs.put((future, job))
+        return future
+
+    def close(self, timeout_s: float) -> None:
+        """Let the jobs that were handed in finish, then end the thread."""
+        self._jobs.put(None)
+        self._thread.join(timeout_s)
+
+    def _work(self) -> None:
+        while (item := self._jobs.get()) is not None:
+            future, job = item
+            try:
+                future.set_result(job())
+            except BaseException as error:
+                future.set_exception(error)
+
+
+@dataclass
+class PendingStep:
+    """What the loader yields: a step that may still be in preparation."""
+
+    batch: GlobalBatch
+    future: Future[PlannedStep]
+
+    def take(self) -> PlannedStep:
+        """Wait until it is ready; says how long that took."""
+        began = time.perf_counter()
+        step = self.future.result()
+        step.exposed_ms = 1e3 * (time.perf_counter() - began)
+        return step
+
+
+class LookaheadLoader:
+    """The training loader that Lightning sees: sized, stateful, the same on every rank.
+
+    Its state counts batches that were handed out, not those that are being prepared, and is global: epoch and
+    position, never anything of one rank.
+
+    Args:
+        loader: yields the global batches of an epoch.
+        prepare: runs in the background thread.
+        window: global batches per optimizer step, asked at the start of an epoch.
+        limit: batches of an epoch that the trainer will use.
+        before_first: runs in the main thread before the first batch is prepared (profiling).
+        depth: batches that are prepared ahead.
+        fixed_epoch: the epoch to repeat, where the trainer overfits some batches; else None.
+    """
+
+    def __init__(
+        self,
+        loader: GlobalBatchLoader,
+        prepare: Callable[[GlobalBatch], PlannedStep],
+        *,
+        window: Callable[[], int],
+        limit: Callable[[], int],
+        before_first: Callable[[], None],
+        depth: int = 1,
+        fixed_epoch: int | None = None,
+    ) -> None:
+        self.loader = loader
+        self.sampler = self  # Lightning tells the epoch to `loader.sampler.set_epoch`
+        self._prepare, self._window, self._limit = prepare, window, limit
+        self._before_first, self._depth, self._fixed_epoch = before_first, depth, fixed_epoch
+        self._background: Background | None = None
+        self._pending: dict[tuple[int, int], PendingStep] = {}
+        self._epoch = self._delivered = 0
+        self._cached: tuple[int, list[GlobalBatch]] | None = None
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def set_epoch(self, epoch: int) -> None:
+        if epoch != self._epoch:
+            self._epoch, self._delivered = epoch, 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self._epoch, "delivered": self._delivered}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._epoch, self._delivered = int(state["epoch"]), int(state["delivered"])
+
+    def __iter__(self) -> Iterator[PendingStep]:
+        # A generator: nothing starts before the first `next`, since Lightning also calls iter() only to look.
+        self._before_first()
+        epoch = self._epoch
+        for index in range(self._delivered, len(self._batches(epoch))):
+            pending = self._ask(epoch, index)
+            for ahead in range(1, self._depth + 1):
+                self._ask_ahead(epoch, index + ahead)
+            self._pending.pop((epoch, index))
+            self._delivered = index + 1
+            yield pending
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """End the background thread. What is in preparation is finished first, on all ranks alike."""
+        if self._background is not None:
+            self._background.close(timeout_s)
+            self._background = None
+        self._pending.clear()
+
+    def _ask(self, epoch: int, index: int) -> PendingStep:
+        """The step at that position, handed to the background if it was not yet."""
+        if (epoch, index) not in self._pending:
+            if self._background is None:
+                self._background = Background("zellige-lookahead")
+            batch = self._batches(epoch)[index]
+            future = self._background.submit(lambda: self._prepare(batch))
+            self._pending[epoch, index] = PendingStep(batch, future)
+        return self._pending[epoch, index]
+
+    def _ask_ahead(self, epoch: int, index: int) -> None:
+        size = len(self._batches(epoch))
+        if index < size:
+            self._ask(epoch, index)
+        elif index - size < size:
+            self._ask(epoch + 1, index - size)
+
+    def _batches(self, epoch: int) -> list[GlobalBatch]:
+        if self._cached is None or self._cached[0] != epoch:
+            source_epoch = epoch if self._fixed_epoch is None else self._fixed_epoch
+            self._cached = epoch, self.loader.epoch_batches(source_epoch, self._window(), self._limit())
+        return self._cached[1]

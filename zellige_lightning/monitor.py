@@ -1,0 +1,48 @@
+"""`MakespanMonitor`: predicted and measured step makespan side by side, in every log."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from zellige_lightning.report.records import StepRecord
+
+
+class MakespanMonitor(Callback):
+    """Records every planned step and logs it. The strategy attaches one by itself.
+
+    Attributes:
+        records: one per global batch, the same on every rank.
+    """
+
+    def __init__(self) -> None:
+        self.records: list[StepRecord] = []
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        from zellige_lightning.strategy import ZelligeStrategy
+
+        strategy = trainer.strategy
+        if not isinstance(strategy, ZelligeStrategy) or strategy.planned_step is None:
+            return
+        record = strategy.finish_step()
+        self.records.append(record)
+        bar = {
+            "mk": record.measured_us / 1e6,  # measured makespan, seconds
+            "imb": record.measured_imbalance,
+            "plan_ms": record.solve_ms,
+        }
+        pl_module.log_dict(bar, prog_bar=True, logger=False, batch_size=1, sync_dist=False)
+        figures = {
+            "makespan_pred_s": record.predicted_us / 1e6,
+            "makespan_s": record.measured_us / 1e6,
+            "makespan_error_pct": record.error_pct,
+            "imbalance": record.measured_imbalance,
+            "splits": float(record.num_splits),
+            "solve_ms": record.solve_ms,
+            "exposed_ms": record.exposed_ms,
+        }
+        named = {f"zellige/{name}": value for name, value in figures.items()}
+        pl_module.log_dict(named, batch_size=1, sync_dist=False)

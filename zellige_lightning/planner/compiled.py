@@ -1,0 +1,45 @@
+"""One switch for the search kernels: compiled by numba where it can be imported, plain Python where not.
+
+Kernels are written for flat buffers of integers that only need indexing, so that the same code runs on int64
+arrays and on lists, and gives the same answers.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import numpy as np
+
+Kernel = TypeVar("Kernel", bound=Callable[..., Any])
+
+try:
+    if os.environ.get("NUMBA_DISABLE_JIT") == "1":
+        raise ImportError("compilation is switched off")
+    import numba
+except ImportError:
+    numba = None
+
+HAS_NUMBA = numba is not None
+
+
+def compiled(kernel: Kernel) -> Kernel:
+    """`nogil`, so that planning in a background thread never stalls the training thread. The compiled code is
+    kept on disk where the package folder or numba's cache folder is writable."""
+    if numba is None:
+        return kernel
+    try:
+        fast: Kernel = numba.njit(nogil=True, cache=True)(kernel)
+    except RuntimeError:  # no writable cache folder
+        fast = numba.njit(nogil=True)(kernel)
+    return fast
+
+
+def buffer(values: Iterable[int]) -> Any:
+    """A flat buffer of integers: an int64 array for compiled kernels, else a list."""
+    return np.array(list(values), dtype=np.int64) if HAS_NUMBA else list(values)
+
+
+def zeros(length: int) -> Any:
+    return np.zeros(length, dtype=np.int64) if HAS_NUMBA else [0] * length

@@ -1,0 +1,45 @@
+"""The report of a run: tables on the terminal, pictures in its folder, figures for whoever asks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence as Rows
+from pathlib import Path
+
+from zellige_lightning.placement import Topology
+from zellige_lightning.planner.cost import ProfileTable
+from zellige_lightning.planner.cut import CatalogCut
+from zellige_lightning.report.pictures import loss_curve, plan_picture, prices_of
+from zellige_lightning.report.records import StepRecord, summary
+from zellige_lightning.report.tables import bucket_table, profile_table, step_table
+
+
+def show_plans(
+    table: ProfileTable, counts: Mapping[str, int], records: Rows[StepRecord], say: Callable[[object], None]
+) -> dict[str, float]:
+    """Says what was planned and what it came to; returns the figures of `summary`."""
+    figures = summary(records)
+    for part in (
+        bucket_table(table, CatalogCut.of_table(table), counts),
+        profile_table(table),
+        step_table(records),
+    ):
+        say(f"\n{part}")
+    if "solve_ms_mean" in figures:
+        say(
+            f"\nmakespan: predicted within {figures['makespan_mape_pct']:.1f} % of measured on average;"
+            f" largest over mean rank time {figures['imbalance_mean']:.3f};"
+            f" planning {figures['solve_ms_mean']:.1f} ms a batch, {figures['exposed_planning_pct']:.1f} % of it exposed"
+        )
+    return figures
+
+
+def draw_run(
+    table: ProfileTable, topology: Topology, records: Rows[StepRecord], csv_log: Path, folder: Path
+) -> list[Path]:
+    """Writes the picture of the plan with most splits and the loss curve; returns their paths."""
+    record = max(records, key=lambda r: (r.num_splits, -r.step))
+    prices = prices_of(record.plan, record.batch, table, topology)
+    return [
+        plan_picture(record.plan, record.batch, folder / "plan.png", prices),
+        loss_curve(csv_log, folder / "loss.png", ("loss", "train/loss")),
+    ]
