@@ -13,9 +13,12 @@ from zellige_lightning import registration
 
 registration.arm()
 
+CONF = "pkg://zellige_lightning.conf"
+
 
 class ZelligeSearchPath(SearchPathPlugin):
     """Appends the groups (`planner=paper`, `recipe=demo`, ...) behind those of the application."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        search_path.append(provider="zellige-lightning", path="pkg://zellige_lightning.conf")
+        if all(element.path != CONF for element in search_path.get_path()):
+            search_path.append(provider="zellige-lightning", path=CONF)

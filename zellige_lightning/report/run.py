@@ -8,7 +8,7 @@ from pathlib import Path
 from zellige_lightning.placement import Topology
 from zellige_lightning.planner.cost import ProfileTable
 from zellige_lightning.planner.cut import CatalogCut
-from zellige_lightning.report.pictures import loss_curve, plan_picture, prices_of
+from zellige_lightning.report.pictures import plan_picture, prices_of
 from zellige_lightning.report.records import StepRecord, summary
 from zellige_lightning.report.tables import bucket_table, profile_table, step_table
 
@@ -25,21 +25,21 @@ def show_plans(
     ):
         say(f"\n{part}")
     if "solve_ms_mean" in figures:
-        say(
-            f"\nmakespan: predicted within {figures['makespan_mape_pct']:.1f} % of measured on average;"
-            f" largest over mean rank time {figures['imbalance_mean']:.3f};"
-            f" planning {figures['solve_ms_mean']:.1f} ms a batch, {figures['exposed_planning_pct']:.1f} % of it exposed"
-        )
+        say("\n" + _in_short(figures))
     return figures
 
 
-def draw_run(
-    table: ProfileTable, topology: Topology, records: Rows[StepRecord], csv_log: Path, folder: Path
-) -> list[Path]:
-    """Writes the picture of the plan with most splits and the loss curve; returns their paths."""
+def _in_short(figures: Mapping[str, float]) -> str:
+    return (
+        f"makespan: predicted within {figures['makespan_mape_pct']:.1f} % of measured on average;"
+        f" largest over mean rank time {figures['imbalance_mean']:.3f};"
+        f" planning {figures['solve_ms_mean']:.1f} ms a batch,"
+        f" {figures['exposed_planning_pct']:.1f} % of it exposed"
+    )
+
+
+def draw_plan(table: ProfileTable, topology: Topology, records: Rows[StepRecord], folder: Path) -> Path:
+    """Writes the picture of the plan that splits most; returns its path."""
     record = max(records, key=lambda r: (r.num_splits, -r.step))
     prices = prices_of(record.plan, record.batch, table, topology)
-    return [
-        plan_picture(record.plan, record.batch, folder / "plan.png", prices),
-        loss_curve(csv_log, folder / "loss.png", ("loss", "train/loss")),
-    ]
+    return plan_picture(record.plan, record.batch, folder / "plan.png", prices)
