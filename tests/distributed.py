@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import socket
 import tempfile
 import traceback
@@ -57,12 +58,13 @@ def run_outcomes(
 ) -> list[Outcome]:
     """Like `run_distributed`, but failing ranks are part of the result."""
     port = _free_port()
+    packed = pickle.dumps(args)  # plainly: torch's own way for tensors takes a file descriptor each
     with tempfile.TemporaryDirectory() as folder:
         pipes = [_context.Pipe(duplex=False) for _ in range(world_size)]
         processes = [
             _context.Process(
                 target=_rank_main,
-                args=(function, rank, world_size, port, folder, group, pipes[rank][1], args),
+                args=(function, rank, world_size, port, folder, group, pipes[rank][1], packed),
                 daemon=True,
             )
             for rank in range(world_size)
@@ -80,7 +82,7 @@ def _collect(rank: int, process: Any, parent: Any, timeout_s: float) -> Outcome:
     outcome = Outcome(rank)
     try:
         if parent.poll(timeout_s):
-            outcome.value, outcome.error, outcome.trace = parent.recv()
+            outcome.value, outcome.error, outcome.trace = pickle.loads(parent.recv_bytes())
         else:
             outcome.error = ("TimeoutError", f"rank {rank} did not end within {timeout_s} s")
             outcome.trace = outcome.error[1]
@@ -102,7 +104,7 @@ def _rank_main(
     folder: str,
     group: bool,
     pipe: Any,
-    args: tuple[Any, ...],
+    packed: bytes,
 ) -> None:
     torch.set_num_threads(1)
     os.environ.update(
@@ -123,10 +125,10 @@ def _rank_main(
             dist.init_process_group(
                 "gloo", rank=rank, world_size=world_size, timeout=timedelta(seconds=60), init_method="env://"
             )
-        value = function(rank, *args)
+        value = function(rank, *pickle.loads(packed))
     except BaseException as caught:
         error, trace = (type(caught).__name__, str(caught)), traceback.format_exc()
-    pipe.send((value, error, trace))
+    pipe.send_bytes(pickle.dumps((value, error, trace)))
     pipe.close()
     if group and error is None:
         dist.barrier()  # the store's host must not leave while others still talk to it

@@ -26,7 +26,7 @@ class RankBatch:
         context: per-sequence fields, each `[S, ...]`, one row per local segment.
         positions: `[T, 3]` int64, absolute (t, y, x) in the sequence's grid. A shard keeps its own positions.
         segment_ids: `[T]` int64, index of the local segment of each token.
-        token_weights: `[T]` float32, weight of each token in the loss, see `reduce`.
+        token_weights: `[T]` float64, weight of each token in the loss, see `reduce`.
     """
 
     global_batch: GlobalBatch
@@ -73,7 +73,8 @@ class RankBatch:
                 f"the loss has shape {tuple(per_token.shape)}, this rank has {self.num_tokens} tokens",
                 fix="give `reduce` one loss value per token: average over channels only",
             )
-        return (per_token.float() * self.token_weights).sum()
+        dtype = torch.promote_types(per_token.dtype, torch.float32)
+        return (per_token.to(dtype) * self.token_weights.to(dtype)).sum()
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> RankBatch:
         def move(tensor: Tensor) -> Tensor:
@@ -138,7 +139,7 @@ def materialize(
             or [torch.zeros((0, 3), dtype=torch.int64)]
         ),
         segment_ids=torch.repeat_interleave(torch.arange(len(counts)), counts),
-        token_weights=torch.repeat_interleave(torch.tensor(weights, dtype=torch.float32), counts),
+        token_weights=torch.repeat_interleave(torch.tensor(weights, dtype=torch.float64), counts),
     )
 
 

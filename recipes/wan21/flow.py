@@ -21,6 +21,7 @@ from torch import Tensor
 
 from zellige_lightning.errors import ConfigError
 from zellige_lightning.placement import Bucket, Sequence
+from zellige_lightning.recipes.wan21.layers import full_precision
 from zellige_lightning.recipes.wan21.patchify import TOKEN_DIM
 
 
@@ -139,8 +140,8 @@ class FlowMatching:
 
 
 def per_token_loss(velocity: Tensor, target: Tensor) -> Tensor:
-    """Mean squared error over the 64 values of each token, `[T]`, in fp32."""
-    return (velocity.float() - target.float()).square().mean(dim=-1)
+    """Mean squared error over the 64 values of each token, `[T]`, in fp32 (fp64 for an fp64 model)."""
+    return (full_precision(velocity) - target).square().mean(dim=-1)
 
 
 def _hash(*names: int | str) -> int:
