@@ -56,7 +56,7 @@ def evaluate(
 
 
 def _loss(model: WanModel, source: TokenSource, sequence: Sequence, flow: FlowMatching, draw: int) -> float:
-    device = model.patch_embedding.weight.device
+    device = next(model.parameters()).device
     tokens = range(sequence.num_tokens)
     latents = source.read_tokens(sequence, tokens)["latents"].to(device)
     text = source.read_sequence(sequence)["text"].to(device)

@@ -74,7 +74,7 @@ class _SegmentAffine(torch.autograd.Function):
         return y if shift is None else y.add_(shift[segment_ids])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, scale, segment_ids = ctx.saved_tensors
         grad_scale = _segment_sums(grad * full_precision(x), ctx.lengths)
         grad_shift = _segment_sums(grad, ctx.lengths) if ctx.has_shift else None

@@ -159,7 +159,9 @@ def _frames(
         if frame.time is None:
             continue
         origin = frame.time if origin is None else origin
-        duration = float(frame.duration * frame.time_base) if frame.duration else 1.0 / rate
+        duration = (
+            float(frame.duration * frame.time_base) if frame.duration and frame.time_base else 1.0 / rate
+        )
         yield frame.time - origin, frame.time - origin + duration, frame
 
 

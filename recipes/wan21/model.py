@@ -39,7 +39,7 @@ class Packing:
     """
 
     segment_ids: Tensor
-    lengths: Rows[int]
+    lengths: list[int]
     rope: Tensor
     text_len: int
 
@@ -178,7 +178,7 @@ class WanModel(nn.Module):
         """
         dtype = self.patch_embedding.weight.dtype
         packing = Packing(
-            segment_ids, q_lengths, rope_table(positions, self.config.rope_pairs), context.shape[1]
+            segment_ids, list(q_lengths), rope_table(positions, self.config.rope_pairs), context.shape[1]
         )
         x = F.linear(tokens.to(dtype), self.patch_embedding.weight.flatten(1), self.patch_embedding.bias)
         time = self.time_embedding(sinusoidal_embedding(timesteps, self.config.freq_dim))

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
 
 from zellige_lightning import CoalescedAttentionMixin
@@ -51,12 +50,8 @@ class WanModule(CoalescedAttentionMixin, LightningModule):
         config = named_config(model) if isinstance(model, str) else model
         self.model = WanModel(config, activation_checkpointing=activation_checkpointing)
         self.flow = flow or FlowMatching()
-        self.lr, self.betas, self.weight_decay, self.warmup_steps = (
-            lr,
-            tuple(betas),
-            weight_decay,
-            warmup_steps,
-        )
+        self.lr, self.betas, self.weight_decay = lr, (betas[0], betas[1]), weight_decay
+        self.warmup_steps = warmup_steps
         self._validation = torch.zeros(2, 2)
 
     def training_step(self, batch: RankBatch, batch_idx: int) -> Tensor:
@@ -100,7 +95,7 @@ class WanModule(CoalescedAttentionMixin, LightningModule):
             if count > 0:
                 self.log(f"val_loss_{name}", loss / count, sync_dist=True)
 
-    def configure_optimizers(self) -> dict[str, Any]:
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         optimizer = torch.optim.AdamW(
             self.parameters(), lr=self.lr, betas=self.betas, weight_decay=self.weight_decay
         )

@@ -1,8 +1,8 @@
 """Shapes of Wan2.1: pixels -> latents -> tokens, and back.
 
-Legend: F frames, H, W pixels, C = 16 latent channels, (T, h, w) latent frames, rows and columns of 8x8 pixels.
-A token holds a patch of (1, 2, 2) latents as a vector of 64, ordered (channel, pt, ph, pw): the order of
-a row of the patch embedding's Conv3d weight. Tokens are ordered t, then y, then x.
+Legend: F frames, H, W pixels, C = 16 latent channels, (T, h, w) latent frames, rows, columns (8x8 pixels).
+A token holds a patch of (1, 2, 2) latents as a vector of 64, ordered (channel, pt, ph, pw): the order of a
+row of the patch embedding's Conv3d weight. Tokens are ordered t, then y, then x.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Rows
 from itertools import pairwise
 from pathlib import Path
 
@@ -39,7 +38,7 @@ def sample_tokens(
         steps: times are evenly spaced before the shift of the bucket.
         guidance: weight of the caption; above 1 the model is also run without it.
     """
-    device = model.patch_embedding.weight.device
+    device = next(model.parameters()).device
     tokens = range(sequence.num_tokens)
     positions = positions_of(tokens, sequence.bucket.grid).to(device)
     segments = torch.zeros(len(tokens), dtype=torch.int64, device=device)
@@ -70,30 +69,36 @@ def save_samples(
     store: LatentStore,
     catalog: Catalog,
     *,
-    num_images: int = 4,
-    num_clips: int = 1,
-    frames_shown: int = 4,
+    pictures: int = 4,
     steps: int = 30,
     seed: int = 0,
 ) -> None:
-    """One PNG: in each row a real sample and, beside it, one made from its caption.
+    """One PNG: real pictures, below them those made from their captions; then the same for a clip.
 
     Args:
-        store, catalog: the largest sample of each medium is shown, of a clip `frames_shown` pictures.
+        store, catalog: the largest sample of each medium is shown, of a clip `pictures` of its frames.
+        pictures: in a row.
         seed: of the noise, which is not that of training.
     """
     flow = flow.for_evaluation(seed)
-    rows: list[list[Image.Image]] = []
-    for sequence in _largest(store, catalog, num_images, num_clips):
+    images, clips = _largest(store, catalog)
+
+    def pair(sequence: Sequence) -> tuple[Tensor, Tensor]:
         real = store.read_tokens(sequence, range(sequence.num_tokens))["latents"].float()
-        made = sample_tokens(model, flow, sequence, store.read_sequence(sequence)["text"], steps=steps)
-        for tokens in (real, made.cpu()):
-            rows.append(_tiles(codec.decode(unpatchify(tokens, sequence.bucket.grid)), frames_shown))
+        made = sample_tokens(model, flow, sequence, store.read_sequence(sequence)["text"], steps=steps).cpu()
+        real_pixels, made_pixels = (codec.decode(unpatchify(x, sequence.bucket.grid)) for x in (real, made))
+        return real_pixels, made_pixels
+
+    shown = [pair(sequence) for sequence in images[:pictures]]
+    rows = [[_tile(two[i], 0) for two in shown] for i in (0, 1)]
+    for two in [pair(sequence) for sequence in clips[:1]]:
+        frames = [i * (two[0].shape[1] - 1) // max(1, pictures - 1) for i in range(pictures)]
+        rows += [[_tile(clip, frame) for frame in frames] for clip in two]
     _sheet(rows).save(path)
 
 
-def _largest(store: LatentStore, catalog: Catalog, num_images: int, num_clips: int) -> list[Sequence]:
-    """Samples of as many media as there are, since the key of a demo sample names its medium."""
+def _largest(store: LatentStore, catalog: Catalog) -> tuple[list[Sequence], list[Sequence]]:
+    """Images and clips, one of each medium: the key of a demo sample names its medium."""
     chosen: dict[tuple[bool, str], Sequence] = {}
     for sample in store.samples:
         sequence = Sequence(0, sample.key, catalog.bucket_for(sample.grid))
@@ -101,26 +106,20 @@ def _largest(store: LatentStore, catalog: Catalog, num_images: int, num_clips: i
         if medium not in chosen or sequence.num_tokens > chosen[medium].num_tokens:
             chosen[medium] = sequence
     images, clips = ([s for (video, _), s in chosen.items() if video is kind] for kind in (False, True))
-    return images[:num_images] + clips[:num_clips]
+    return images, clips
 
 
-def _tiles(pictures: Tensor, count: int) -> list[Image.Image]:
-    """Up to `count` evenly spaced pictures of `[3, F, H, W]` in [0, 1]."""
-    num_frames = pictures.shape[1]
-    count = min(count, num_frames)
-    picked = [i * (num_frames - 1) // max(1, count - 1) for i in range(count)]
-    images = [Image.fromarray((pictures[:, i] * 255).byte().permute(1, 2, 0).numpy()) for i in picked]
-    for image in images:
-        image.thumbnail((_TILE, _TILE))
-    return images
+def _tile(pictures: Tensor, frame: int) -> Image.Image:
+    """One frame of `[3, F, H, W]` in [0, 1]."""
+    image = Image.fromarray((pictures[:, frame] * 255).byte().permute(1, 2, 0).numpy())
+    image.thumbnail((_TILE, _TILE))
+    return image
 
 
 def _sheet(rows: list[list[Image.Image]]) -> Image.Image:
-    """Pairs of rows (real, made) side by side, pair below pair."""
-    pairs = [real + made for real, made in zip(rows[::2], rows[1::2], strict=True)]
-    width = max(len(pair) for pair in pairs) * (_TILE + 4)
-    sheet = Image.new("RGB", (width, len(pairs) * (_TILE + 4)), "white")
-    for y, pair in enumerate(pairs):
-        for x, image in enumerate(pair):
-            sheet.paste(image, (x * (_TILE + 4), y * (_TILE + 4)))
+    step = _TILE + 4
+    sheet = Image.new("RGB", (max(map(len, rows)) * step, len(rows) * step), "white")
+    for y, row in enumerate(rows):
+        for x, image in enumerate(row):
+            sheet.paste(image, (x * step, y * step))
     return sheet

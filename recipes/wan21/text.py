@@ -21,8 +21,11 @@ from zellige_lightning.errors import ConfigError
 class TextEncoder(Protocol):
     """Caption -> `[text_len, text_dim]` float32, zero behind the last word; no caption is all zeros."""
 
-    text_len: int
-    text_dim: int
+    @property
+    def text_len(self) -> int: ...
+
+    @property
+    def text_dim(self) -> int: ...
 
     @property
     def settings(self) -> Mapping[str, str | int]:
