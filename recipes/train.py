@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,7 @@ def train(config: DictConfig) -> dict[str, Any]:
     for group in ("model", "data"):
         if config.get(group) is None:
             raise ConfigError(f"no {group} was chosen", fix="add recipe=demo, or see `zellige-train --help`")
+    logging.getLogger("lightning").handlers.clear()  # Hydra's own handler shows these messages already
     seed_everything(config.seed, workers=True, verbose=False)
     callbacks, loggers = (
         instantiate_all(config.callbacks, "callbacks"),
@@ -42,16 +45,17 @@ def train(config: DictConfig) -> dict[str, Any]:
     data: LightningDataModule = instantiate(config.data, "data")
     module: LightningModule = instantiate(config.model, "model")
 
-    figures: dict[str, Any] = {}
+    losses: dict[str, float] = {}
     if config.evaluate:
-        figures |= evaluation(trainer, module, data, "before")
+        losses |= evaluation(trainer, module, data, "before")
     trainer.fit(module, datamodule=data, ckpt_path=config.ckpt_path)
     if config.evaluate:
-        figures |= evaluation(trainer, module, data, "after")
+        losses |= evaluation(trainer, module, data, "after")
+    figures: dict[str, Any] = {"steps": trainer.global_step, **losses}
     if trainer.is_global_zero:
         figures |= report(trainer, module, data) if config.report else {}
         figures["seconds"] = round(time.monotonic() - began, 1)
-        print(json.dumps(figures), flush=True)
+        print(json.dumps({name: round(value, 4) for name, value in figures.items()}), flush=True)
     return figures
 
 
@@ -60,7 +64,7 @@ def evaluation(
 ) -> dict[str, float]:
     """The validation losses, `val_loss_image` as `image_loss_before` and so on."""
     (losses,) = trainer.validate(module, datamodule=data, verbose=False)
-    return {f"{name.removeprefix('val_loss_')}_loss_{when}": round(v, 6) for name, v in losses.items()}
+    return {f"{name.removeprefix('val_loss_')}_loss_{when}": loss for name, loss in losses.items()}
 
 
 def report(trainer: Trainer, module: LightningModule, data: LightningDataModule) -> dict[str, float]:
@@ -87,7 +91,7 @@ def report(trainer: Trainer, module: LightningModule, data: LightningDataModule)
             inner.catalog,
         )
         files.append(str(folder / "samples.png"))
-    print("\nwritten:", *(f"  {path}" for path in files), sep="\n")
+    print("\nwritten:", *(f"  {os.path.relpath(path)}" for path in files), sep="\n")
     return figures
 
 

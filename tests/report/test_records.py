@@ -33,7 +33,7 @@ def test_the_first_record_counts_but_is_not_averaged() -> None:
         record(2, 120, 100, solve_ms=30.0, exposed_ms=1.0),
     ]
     figures = summary(records)
-    assert figures["steps"] == 3
+    assert figures["global_batches"] == 3
     assert figures["splits_total"] == 6
     assert figures["makespan_mape_pct"] == pytest.approx((10 + 20) / 2)
     assert figures["imbalance_mean"] == pytest.approx(1.15)
@@ -48,7 +48,7 @@ def test_batches_are_distinct_by_their_samples_not_their_number() -> None:
 
 def test_one_record_has_no_averages() -> None:
     figures = summary([record(0, 1, 1)])
-    assert figures == {"steps": 1, "splits_total": 2, "distinct_batches": 1}
+    assert figures == {"global_batches": 1, "splits_total": 2, "distinct_batches": 1}
 
 
 def test_planning_that_took_no_time_was_not_exposed() -> None:

@@ -52,14 +52,15 @@ def summary(records: Rows[StepRecord]) -> dict[str, float]:
     average.
 
     Returns:
-        steps, splits_total, distinct_batches over all records; makespan_mape_pct, imbalance_mean (measured),
-        solve_ms_mean and exposed_planning_pct (100 x exposed / planning time) over all but the first.
+        global_batches, splits_total, distinct_batches over all records; makespan_mape_pct, imbalance_mean
+        (measured), solve_ms_mean and exposed_planning_pct (100 x exposed / planning time) over all but the
+        first.
     """
     warm = records[1:]
     planning_ms = sum(record.solve_ms for record in warm)
     exposed_ms = sum(record.exposed_ms for record in warm)
     figures: dict[str, float] = {
-        "steps": len(records),
+        "global_batches": len(records),
         "splits_total": sum(record.num_splits for record in records),
         "distinct_batches": len({frozenset(record.keys) for record in records}),
     }

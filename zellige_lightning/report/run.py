@@ -39,7 +39,14 @@ def _in_short(figures: Mapping[str, float]) -> str:
 
 
 def draw_plan(table: ProfileTable, topology: Topology, records: Rows[StepRecord], folder: Path) -> Path:
-    """Writes the picture of the plan that splits most; returns its path."""
-    record = max(records, key=lambda r: (r.num_splits, -r.step))
+    """Writes the picture of the plan that shows most; returns its path."""
+    record = max(records, key=_interest)
     prices = prices_of(record.plan, record.batch, table, topology)
     return plan_picture(record.plan, record.batch, folder / "plan.png", prices)
+
+
+def _interest(record: StepRecord) -> tuple[int, int]:
+    """Split videos first, then images beside them."""
+    videos = [sequence.bucket.is_video for sequence in record.batch.sequences]
+    splits = [not option.config.is_whole for option in record.plan.options]
+    return sum(map(all, zip(videos, splits, strict=True))), videos.count(False)
