@@ -132,6 +132,16 @@ def test_validation_is_the_same_however_samples_are_dealt(
     apart = validate(module, [local_batch(batch, SOURCE) for batch in singles], monkeypatch)
     assert set(together) == {"val_loss_image", "val_loss_video"}
     assert together == pytest.approx(apart, rel=1e-4)
+    halves = Plan(
+        0, 2, (whole(0), PlacementOption(ParallelConfig(2, 1, 1), (0, 1)), whole(0)), (0, 0), (0, 0)
+    )
+    parts = [materialize(BATCH, halves, rank, SOURCE) for rank in (0, 1)]
+    with (
+        monkeypatch.context() as patch
+    ):  # a loss that needs no attention, since nothing here joins the halves
+        patch.setattr(module, "per_token_loss", lambda batch, flow, draw: batch.positions.sum(1).float())
+        expected = validate(module, [local_batch(BATCH, SOURCE)], patch)
+        assert validate(module, parts, patch) == pytest.approx(expected)
     images_only = validate(module, [local_batch(singles[0], SOURCE)], monkeypatch)
     assert set(images_only) == {"val_loss_image"}
 

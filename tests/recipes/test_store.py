@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -106,6 +107,7 @@ def test_two_builders_encode_once(tmp_path: Path) -> None:
 
     def slow(sample: Sample) -> Encoded:
         encoded.append(sample.key)
+        time.sleep(0.01)
         return encode(sample)
 
     threads = [
