@@ -15,6 +15,26 @@ def area_bound(problem: PlacementProblem) -> int:
     return -(-area // problem.world_size)
 
 
+def area_bound_at(problem: PlacementProblem) -> int:
+    """Least T such that all sequences fit N * T with choices whose price is at most T (microseconds).
+
+    Sharper than `area_bound` where a sequence must be split to get below T, which costs area.
+    """
+    low, high = (
+        largest_bound(problem) - 1,
+        sum(len(g) * max(c.area_us for c in g.choices) for g in problem.groups),
+    )
+    while high - low > 1:
+        middle = (low + high) // 2
+        area = (
+            sum(len(g) * min(c.area_us for c in g.choices if c.price_us <= middle) for g in problem.groups)
+            if (middle >= largest_bound(problem))
+            else problem.world_size * middle + 1
+        )
+        low, high = (low, middle) if area <= problem.world_size * middle else (middle, high)
+    return max(high, 0)
+
+
 def largest_bound(problem: PlacementProblem) -> int:
     """Some rank works for the min-price option of the sequence where that is largest (microseconds)."""
     return max((min(c.price_us for c in group.choices) for group in problem.groups), default=0)

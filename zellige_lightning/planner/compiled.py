@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
+from contextlib import suppress
+from importlib import import_module
 from typing import Any, TypeVar
 
 import numpy as np
 
 Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 
-try:
-    if os.environ.get("NUMBA_DISABLE_JIT") == "1":
-        raise ImportError("compilation is switched off")
-    import numba
-except ImportError:
-    numba = None
+numba: Any = None
+if os.environ.get("NUMBA_DISABLE_JIT") != "1":
+    with suppress(ImportError):
+        numba = import_module("numba")
 
 HAS_NUMBA = numba is not None
 
@@ -29,8 +29,9 @@ def compiled(kernel: Kernel) -> Kernel:
     kept on disk where the package folder or numba's cache folder is writable."""
     if numba is None:
         return kernel
+    fast: Kernel
     try:
-        fast: Kernel = numba.njit(nogil=True, cache=True)(kernel)
+        fast = numba.njit(nogil=True, cache=True)(kernel)
     except RuntimeError:  # no writable cache folder
         fast = numba.njit(nogil=True)(kernel)
     return fast

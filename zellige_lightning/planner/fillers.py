@@ -21,7 +21,9 @@ class FillerOverflowError(Exception):
     """No rank has the memory headroom. Internal to the planner, which turns it into a `PlanningError`."""
 
     def __init__(self, member: int, need_mib: int, most_free_mib: int) -> None:
-        super().__init__(member, need_mib, most_free_mib)
+        super().__init__(
+            f"filler {member} needs {need_mib} MiB; the emptiest rank has {most_free_mib} MiB left"
+        )
         self.member, self.need_mib, self.most_free_mib = member, need_mib, most_free_mib
 
 

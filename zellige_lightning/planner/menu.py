@@ -47,7 +47,7 @@ class OptionMenu:
             if not self.choices(bucket):
                 raise self._does_not_fit(batch.sequences[indices[0]], batch.step)
         order = sorted(members, key=lambda b: (-self.table.whole_us(b), b.name))
-        groups = tuple(Group(b.name, tuple(members[b]), self.choices(b)) for b in order)
+        groups = tuple(Group(b.name, tuple(members[b]), self.choices(b), b.num_tokens) for b in order)
         return PlacementProblem(self.topology.world_size, self.cap_mib, groups)
 
     def choices(self, bucket: Bucket) -> tuple[Choice, ...]:

@@ -2,135 +2,108 @@
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass
+from dataclasses import replace
 
 from zellige_lightning.errors import PlanningError
-from zellige_lightning.placement.plan import Plan, rank_sums, whole
-from zellige_lightning.placement.sequence import GlobalBatch
 from zellige_lightning.planner.anchors import EcfResult, SolverLimits, place_anchors
-from zellige_lightning.planner.assemble import Placed, assemble
-from zellige_lightning.planner.cut import CatalogCut
-from zellige_lightning.planner.fillers import FillerGroup, FillerOverflowError, pack_fillers
-from zellige_lightning.planner.menu import OptionMenu
-from zellige_lightning.planner.planner import PlannerConfig
-from zellige_lightning.planner.problem import Group, PlacementProblem, decode, ungrouped
+from zellige_lightning.planner.fillers import FillerGroup, pack_fillers
+from zellige_lightning.planner.problem import Cell, PlacementProblem, ungrouped
+from zellige_lightning.planner.solution import Brief, Solution, sums
 
 
-def _milliseconds_since(start: float) -> float:
-    return (time.perf_counter() - start) * 1e3
+def solve_paper(problem: PlacementProblem, brief: Brief) -> Solution:
+    """Algorithm 1: anchors by two certified rounds, then whole fillers by Eq. (8).
+
+    Raises:
+        PlanningError: a round is not certified optimal, or a filler has no whole option.
+        FillerOverflowError: no rank has room for a filler.
+    """
+    chosen = sorted(brief.anchors)
+    anchors = replace(problem, groups=tuple(problem.groups[g] for g in chosen))
+    result = _certified(anchors, brief)
+    cells = [replace(cell, group=chosen[cell.group]) for cell in result.cells]
+    cells += _pack(problem, brief, cells)
+    return Solution(tuple(sorted(cells)), statuses=result.statuses)
 
 
-@dataclass
-class PaperPlanner:
-    """Algorithm 1: anchors by two certified CP-SAT-ECF rounds, then whole fillers by Eq. (8)."""
-
-    config: PlannerConfig
-    menu: OptionMenu
-
-    def plan(self, batch: GlobalBatch) -> Plan:
-        """Raises: PlanningError where a round is not certified optimal or a filler does not fit."""
-        start = time.perf_counter()
-        problem = self.menu.problem(batch)
-        table, cut = self.menu.table, CatalogCut.of_table(self.menu.table)
-        is_anchor = [cut.is_anchor(table, batch.sequences[g.members[0]].bucket) for g in problem.groups]
-        anchors = PlacementProblem(
-            problem.world_size,
-            problem.cap_mib,
-            tuple(g for g, anchor in zip(problem.groups, is_anchor, strict=True) if anchor),
-        )
-        placed, result = _certified(anchors, self.config, batch.step)
-        fillers = [g for g, anchor in zip(problem.groups, is_anchor, strict=True) if not anchor]
-        placed |= self._pack(batch, fillers, placed)
-        solve_ms = _milliseconds_since(start)
-        return assemble(
-            batch, problem, self.menu, placed, planner="paper", statuses=result.statuses, solve_ms=solve_ms
-        )
-
-    def _pack(self, batch: GlobalBatch, fillers: list[Group], placed: Placed) -> Placed:
-        world, table = self.menu.topology.world_size, self.menu.table
-        options = [option for _, option in placed.values()]
-        loads = list(rank_sums(options, (c.price_us for c, _ in placed.values()), world))
-        memory = list(rank_sums(options, (c.memory_mib for c, _ in placed.values()), world))
-        groups, choice_of = [], {}
-        for group in fillers:
-            if group.whole is None:
-                raise _filler_without_whole(batch, group.members[0])
-            groups.append(FillerGroup(group.members, group.whole.price_us, group.whole.memory_mib))
-            choice_of.update(dict.fromkeys(group.members, group.whole))
-        total = sum(table.whole_us(s.bucket) for s in batch.sequences)
-        try:
-            ranks = pack_fillers(groups, loads, memory, total, self.menu.cap_mib)
-        except FillerOverflowError as error:
-            raise _filler_does_not_fit(batch, error, self.menu.cap_mib) from error
-        return {member: (choice_of[member], whole(rank)) for member, rank in ranks.items()}
+def _pack(problem: PlacementProblem, brief: Brief, anchors: list[Cell]) -> list[Cell]:
+    """Lines 10-15 of Algorithm 1, as counts."""
+    loads, memory = sums(problem, anchors)
+    fillers, groups = [g for g in range(len(problem.groups)) if g not in brief.anchors], []
+    for g in fillers:
+        group = problem.groups[g]
+        if group.whole is None:
+            raise PlanningError(
+                f"filler {group.members[0]} (bucket {group.bucket!r}) does not fit whole on a rank, and the "
+                "paper's planner keeps fillers whole",
+                fix="raise planner.memory_cap_gib, or choose another planner.name",
+                step=brief.step,
+            )
+        groups.append(FillerGroup(group.members, group.whole.price_us, group.whole.memory_mib))
+    total = sum(len(group) * us for group, us in zip(problem.groups, brief.whole_us, strict=True))
+    ranks = pack_fillers(groups, loads, memory, total, problem.cap_mib)
+    counts: dict[tuple[int, int], int] = {}
+    for g in fillers:
+        for member in problem.groups[g].members:
+            key = g, ranks[member]
+            counts[key] = counts.get(key, 0) + 1
+    whole = {
+        g: next(j for j, c in enumerate(problem.groups[g].choices) if c.config.is_whole) for g in fillers
+    }
+    return [Cell(g, whole[g], (rank,), count) for (g, rank), count in counts.items()]
 
 
-@dataclass
-class JointPlanner:
-    """The paper's joint-placement reference: the same two rounds over anchors and fillers together."""
+def solve_joint(problem: PlacementProblem, brief: Brief) -> Solution:
+    """The joint-placement reference: the same two rounds over anchors and fillers together.
 
-    config: PlannerConfig
-    menu: OptionMenu
-
-    def plan(self, batch: GlobalBatch) -> Plan:
-        """Raises: PlanningError where a round is not certified optimal."""
-        start = time.perf_counter()
-        problem = self.menu.problem(batch)
-        placed, result = _certified(problem, self.config, batch.step)
-        return assemble(
-            batch,
-            problem,
-            self.menu,
-            placed,
-            lower_bound_us=result.bound_us,
-            bound_source="CP-SAT",
-            planner="joint",
-            statuses=result.statuses,
-            solve_ms=_milliseconds_since(start),
-        )
+    Raises:
+        PlanningError: a round is not certified optimal.
+    """
+    result = _certified(problem, brief)
+    return Solution(result.cells, result.bound_us, "CP-SAT", result.statuses)
 
 
-def _limits(config: PlannerConfig) -> SolverLimits:
-    return SolverLimits(config.num_workers, config.deterministic_limit, config.seed)
-
-
-def _certified(problem: PlacementProblem, config: PlannerConfig, step: int) -> tuple[Placed, EcfResult]:
+def _certified(problem: PlacementProblem, brief: Brief) -> EcfResult:
     """Lines 3-9 of Algorithm 1. Raises: PlanningError unless both rounds are optimal."""
-    problem = problem if config.ecf else ungrouped(problem)
-    result = place_anchors(problem, config.epsilon, _limits(config))
+    config = brief.config
+    limits = SolverLimits(config.num_workers, config.deterministic_limit, config.seed)
+    if config.ecf:
+        result = place_anchors(problem, config.epsilon, limits)
+    else:
+        direct = place_anchors(ungrouped(problem), config.epsilon, limits)
+        result = replace(direct, cells=_regroup(problem, direct.cells))
     if result.is_certified:
-        return decode(problem, result.cells), result
-    counts = ", ".join(f"{len(g)} x {g.bucket}" for g in problem.groups)
+        return result
+    counts = describe(problem)
     if result.statuses == ("INFEASIBLE",):
-        raise PlanningError(
-            f"no placement of {counts} stays under {problem.cap_mib} MiB on each of "
-            f"{problem.world_size} ranks",
-            fix="raise planner.memory_cap_gib, lower the tokens per batch, or use more ranks",
-            step=step,
-        )
+        raise does_not_fit(problem, brief.step)
     raise PlanningError(
         f"CP-SAT did not certify the placement of {counts} (rounds: {', '.join(result.statuses)})",
         fix="raise planner.deterministic_limit, or keep planner.family=aligned",
+        step=brief.step,
+    )
+
+
+def _regroup(problem: PlacementProblem, cells: tuple[Cell, ...]) -> tuple[Cell, ...]:
+    """Counts of the groups from the cells of single sequences."""
+    group_of = [g for g, group in enumerate(problem.groups) for _ in group.members]
+    counts: dict[tuple[int, int, tuple[int, ...]], int] = {}
+    for cell in cells:
+        key = group_of[cell.group], cell.choice, cell.ranks
+        counts[key] = counts.get(key, 0) + cell.count
+    return tuple(sorted(Cell(*key, count) for key, count in counts.items()))
+
+
+def describe(problem: PlacementProblem) -> str:
+    """Such as `2 x video-720p, 40 x image-256p`."""
+    return ", ".join(f"{len(g)} x {g.bucket}" for g in problem.groups)
+
+
+def does_not_fit(problem: PlacementProblem, step: int | None) -> PlanningError:
+    """Proven: no placement at all stays under the cap."""
+    return PlanningError(
+        f"no placement of {describe(problem)} stays under {problem.cap_mib} MiB on each of "
+        f"{problem.world_size} ranks",
+        fix="raise planner.memory_cap_gib, lower the tokens per batch, or use more ranks",
         step=step,
-    )
-
-
-def _filler_without_whole(batch: GlobalBatch, index: int) -> PlanningError:
-    sequence = batch.sequences[index]
-    return PlanningError(
-        f"filler {index} ({sequence.key!r}, bucket {sequence.bucket.name!r}) does not fit whole on a rank, "
-        "and the paper's planner keeps fillers whole",
-        fix="raise planner.memory_cap_gib, or choose planner.name=joint",
-        step=batch.step,
-    )
-
-
-def _filler_does_not_fit(batch: GlobalBatch, error: FillerOverflowError, cap_mib: int) -> PlanningError:
-    sequence = batch.sequences[error.member]
-    return PlanningError(
-        f"filler {error.member} ({sequence.key!r}, bucket {sequence.bucket.name!r}) needs "
-        f"{error.need_mib} MiB; the emptiest rank has {error.most_free_mib} of {cap_mib} MiB left",
-        fix="raise planner.memory_cap_gib, lower the tokens per batch, or choose planner.name=joint",
-        step=batch.step,
     )

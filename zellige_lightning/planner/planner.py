@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from importlib import import_module
 from typing import Any, Protocol
 
-from zellige_lightning.errors import ConfigError
+from zellige_lightning.errors import ConfigError, PlanningError
 from zellige_lightning.placement.plan import Plan
-from zellige_lightning.placement.sequence import GlobalBatch
+from zellige_lightning.placement.sequence import Bucket, GlobalBatch
 from zellige_lightning.placement.topology import Topology
+from zellige_lightning.planner.assemble import assemble
 from zellige_lightning.planner.cost import MemoryModel, ProfileTable
+from zellige_lightning.planner.cut import CatalogCut
+from zellige_lightning.planner.fillers import FillerOverflowError
 from zellige_lightning.planner.menu import OptionMenu
 from zellige_lightning.planner.options import FAMILIES, MAX_GROUPS_PER_RANK, check_family
+from zellige_lightning.planner.problem import PlacementProblem
+from zellige_lightning.planner.solution import Brief, Solution
 
-# Where each planner lives; a module is imported when its planner is made.
+# Where each planner's `solve(problem, brief) -> Solution` lives; a module is imported when its planner is
+# made.
 PLANNERS = {
-    "paper": "zellige_lightning.planner.paper:PaperPlanner",
-    "joint": "zellige_lightning.planner.paper:JointPlanner",
+    "exact": "zellige_lightning.planner.exact:solve_exact",
+    "paper": "zellige_lightning.planner.paper:solve_paper",
+    "joint": "zellige_lightning.planner.paper:solve_joint",
 }
+CACHED_SOLUTIONS = 256
 
 
 @dataclass(frozen=True)
@@ -28,7 +38,7 @@ class PlannerConfig:
     """Settings of the planner; keys of `planner.*` in the configuration.
 
     Args:
-        name: `paper` (Algorithm 1) or `joint` (its full-batch reference).
+        name: `exact` (joint and certified), `paper` (Algorithm 1) or `joint` (its full-batch reference).
         epsilon: slack of Eq. (7)'s second round, relative.
         family: legal rank sets, see `legal_rank_sets`.
         memory_cap_gib: cap per rank; None takes what calibration measured.
@@ -118,6 +128,87 @@ def make_planner(
     degrees = {c.degree for c, _ in table.classes if c.degree <= (config.max_degree or topology.world_size)}
     check_family(topology, config.family, degrees, config.max_groups_per_rank)
     menu = OptionMenu(table, memory, topology, num_heads, cap_mib, config.family, config.max_degree)
-    module, _, name = PLANNERS[config.name].partition(":")
-    planner: Planner = getattr(import_module(module), name)(config, menu)
+    planner = BatchPlanner(config, menu, load_solve(config.name))
+    planner.warm_up()
     return planner
+
+
+Solve = Callable[[PlacementProblem, Brief], Solution]
+
+
+def load_solve(name: str) -> Solve:
+    """The `solve` function of a planner or policy, its module imported now."""
+    module, _, function = PLANNERS[name].partition(":")
+    solve: Solve = getattr(import_module(module), function)
+    return solve
+
+
+@dataclass
+class BatchPlanner:
+    """Any planner or policy on global batches, with a cache: batches of equal bucket counts share a solution.
+
+    Attributes:
+        num_plans, num_hits: batches planned, and those that were answered from the cache.
+    """
+
+    config: PlannerConfig
+    menu: OptionMenu
+    solve: Solve
+    num_plans: int = 0
+    num_hits: int = 0
+    _cut: CatalogCut = field(init=False)
+    _cache: OrderedDict[tuple[tuple[Bucket, int], ...], Solution] = field(
+        default_factory=OrderedDict, repr=False
+    )
+
+    def __post_init__(self) -> None:
+        self._cut = CatalogCut.of_table(self.menu.table)
+
+    @property
+    def hit_rate(self) -> float:
+        return self.num_hits / max(1, self.num_plans)
+
+    def warm_up(self) -> None:
+        """Plans one sequence of the catalog, so that compilation and imports are paid before the first
+        step."""
+        for bucket in self.menu.table.buckets:
+            if self.menu.choices(bucket):
+                problem, brief = self._problem(GlobalBatch.of(0, 0, [("warm-up", bucket)]))
+                self.solve(problem, brief)
+                return
+
+    def _problem(self, batch: GlobalBatch) -> tuple[PlacementProblem, Brief]:
+        problem, table = self.menu.problem(batch), self.menu.table
+        buckets = [batch.sequences[group.members[0]].bucket for group in problem.groups]
+        anchors = frozenset(g for g, bucket in enumerate(buckets) if self._cut.is_anchor(table, bucket))
+        return problem, Brief(self.config, anchors, tuple(map(table.whole_us, buckets)), batch.step)
+
+    def plan(self, batch: GlobalBatch) -> Plan:
+        """Raises: PlanningError, with the sequence named where it is one that does not fit."""
+        start = time.perf_counter()
+        problem, brief = self._problem(batch)
+        key = tuple((batch.sequences[group.members[0]].bucket, len(group)) for group in problem.groups)
+        self.num_plans += 1
+        if (solution := self._cache.get(key)) is not None:
+            self.num_hits += 1
+            self._cache.move_to_end(key)
+        else:
+            solution = self._solve(batch, problem, brief)
+            self._cache[key] = solution
+            if len(self._cache) > CACHED_SOLUTIONS:
+                self._cache.popitem(last=False)
+        plan = assemble(batch, problem, brief, solution, self.menu.table.fixed_us)
+        return replace(plan, solve_ms=(time.perf_counter() - start) * 1e3)
+
+    def _solve(self, batch: GlobalBatch, problem: PlacementProblem, brief: Brief) -> Solution:
+        try:
+            return self.solve(problem, brief)
+        except FillerOverflowError as error:
+            sequence = batch.sequences[error.member]
+            raise PlanningError(
+                f"filler {error.member} ({sequence.key!r}, bucket {sequence.bucket.name!r}) needs "
+                f"{error.need_mib} MiB; the emptiest rank has {error.most_free_mib} of "
+                f"{problem.cap_mib} MiB left",
+                fix="raise planner.memory_cap_gib, lower the tokens per batch, or choose planner.name=exact",
+                step=batch.step,
+            ) from error

@@ -39,11 +39,12 @@ class Choice:
 @dataclass(frozen=True)
 class Group:
     """An ECF group: sequences with the same choices and coefficients. `members` are their indices,
-    ascending."""
+    ascending; `num_tokens` is the length of each."""
 
     bucket: str
     members: tuple[int, ...]
     choices: tuple[Choice, ...]
+    num_tokens: int = 0
 
     def __len__(self) -> int:
         return len(self.members)

@@ -6,11 +6,14 @@ from typing import Any
 
 from zellige_lightning.planner.compiled import compiled
 
+EQ_8, DENSE, MEMORY_ONLY = 0, 1, 2
+MOST_GIVEN = 6  # sequences of one group that one exchange may give away
+
 
 @compiled
 def takes(score: int, target: int, cap: int, load: int, mem: int, price: int, mib: int, most: int) -> int:
-    """How many members one rank takes while Eq. (8)'s score min(time slack * cap, memory slack * T) of each is
-    >= `score`, and memory suffices. Scores of one rank only fall, so this is a closed form."""
+    """How many members one rank takes while Eq. (8)'s score min(time slack * cap, memory slack * T) of
+    each is >= `score`, and memory suffices. Scores of one rank only fall, so this is a closed form."""
     count = most
     if price > 0:
         count = min(count, (target - load - -((-score) // cap)) // price)
@@ -27,7 +30,8 @@ def pack_group(
     count: int, price: int, mib: int, target: int, cap: int, num_ranks: int, loads: Any, mems: Any, took: Any
 ) -> bool:
     """Places `count` equal sequences exactly as Eq. (8) would one after another (ties: lowest rank): within a
-    group Eq. (8) takes the `count` largest scores of all ranks. Writes `took[r]`; False where memory is short.
+    group Eq. (8) takes the `count` largest scores of all ranks. Writes `took[r]`; False where memory is
+    short.
     """
     low, high = -(1 << 61), 1 << 61
     while high - low > 1:  # largest score that still gives room for all
@@ -55,81 +59,151 @@ def pack_group(
 
 
 @compiled
-def exchange(excess: int, missing_mib: int, price: int, back_price: int, back_mib: int) -> int:
-    """How many lighter sequences come back for one heavy one: as many as the other rank's memory asks for, and
-    as many as bring the two loads, `excess` apart, closest together."""
+def exchange(given_us: int, excess: int, missing_mib: int, back_us: int, back_mib: int) -> int:
+    """How many lighter sequences come back for heavier ones: as many as the other rank's memory asks for,
+    and as many as bring the two loads, `excess` apart, closest together."""
     count = 0
     if missing_mib > 0 and back_mib > 0:
         count = -(-missing_mib // back_mib)
-    if back_price > 0:
-        count = max(count, (2 * price - excess) // (2 * back_price))
+    if back_us > 0:
+        count = max(count, (2 * given_us - excess) // (2 * back_us))
     return count
 
 
 @compiled
-def relieve(
-    limit: int,
-    cap: int,
-    num_groups: int,
-    num_ranks: int,
-    price: Any,
-    mib: Any,
-    loads: Any,
-    mems: Any,
-    took: Any,
-) -> int:
-    """Moves of sand from the fullest rank, also in exchange for lighter ones, until every load is <= `limit` or nothing helps.
-
-    Args:
-        price, mib: [G] of one member of each sand group.
-        took: [G*N] members of a group on a rank; changed in place like `loads` and `mems`.
-
-    Returns the largest load. Every step lowers the fullest rank without making another one as full.
-    """
-    while True:
-        full = 0
-        for r in range(num_ranks):
-            if loads[r] > loads[full]:
-                full = r
-        if loads[full] <= limit:
-            return loads[full]
-        best, best_g, best_h, best_n, best_r = loads[full], -1, -1, 0, -1
-        for g in range(num_groups):
-            if took[g * num_ranks + full] == 0:
-                continue
+def find_relief(
+    full: int, cap: int, num_groups: int, num_ranks: int, price: Any, mib: Any, loads: Any, mems: Any,
+        took: Any,
+    move: Any,
+) -> bool:  # fmt: skip
+    """The exchange between rank `full` and another one that leaves the larger of their loads smallest. Writes
+    `move` = (group given, number, group that comes back or -1, number, other rank); False if none helps."""
+    best, found = loads[full], False
+    for g in range(num_groups):
+        for n in range(1, min(MOST_GIVEN, took[g * num_ranks + full]) + 1):
             for h in range(-1, num_groups):  # -1: nothing comes back
-                if h == g:
+                if h == g or (h < 0 and n > 1):
                     continue
                 for r in range(num_ranks):
-                    if r == full or loads[r] >= loads[full]:
+                    if loads[r] >= loads[full]:
                         continue
-                    back = 0
+                    back, gain, gain_mib = 0, n * price[g], n * mib[g]
                     if h >= 0:
-                        back = exchange(
-                            loads[full] - loads[r], mems[r] + mib[g] - cap, price[g], price[h], mib[h]
-                        )
-                        if took[h * num_ranks + r] < back or back == 0:
+                        missing = mems[r] + gain_mib - cap
+                        back = exchange(gain, loads[full] - loads[r], missing, price[h], mib[h])
+                        if back == 0 or took[h * num_ranks + r] < back:
                             continue
-                    gain, gain_mib = price[g], mib[g]
-                    if h >= 0:
                         gain -= back * price[h]
                         gain_mib -= back * mib[h]
                     if gain <= 0 or mems[r] + gain_mib > cap or mems[full] - gain_mib > cap:
                         continue
                     worst = max(loads[full] - gain, loads[r] + gain)
                     if worst < best:
-                        best, best_g, best_h, best_n, best_r = worst, g, h, back, r
-        if best_g < 0:
+                        best, found = worst, True
+                        move[0], move[1], move[2], move[3], move[4] = g, n, h, back, r
+    return found
+
+
+@compiled
+def relieve(
+    limit: int, cap: int, num_groups: int, num_ranks: int, price: Any, mib: Any, loads: Any, mems: Any,
+        took: Any,
+    move: Any,
+) -> int:  # fmt: skip
+    """Moves sand from the fullest rank, also in exchange for lighter one, until every load is <= `limit` or
+    nothing helps. Returns the largest load.
+
+    Args:
+        price, mib: [G] of one member of each sand group.
+        took: [G*N] members of a group on a rank; changed in place like `loads` and `mems`.
+
+    Every step lowers the fullest rank without making another one as full, so it ends.
+    """
+    while True:
+        full = 0
+        for r in range(num_ranks):
+            if loads[r] > loads[full]:
+                full = r
+        if loads[full] <= limit or not find_relief(
+            full, cap, num_groups, num_ranks, price, mib, loads, mems, took, move
+        ):
             return loads[full]
-        took[best_g * num_ranks + full] -= 1
-        took[best_g * num_ranks + best_r] += 1
-        gain, gain_mib = price[best_g], mib[best_g]
-        if best_h >= 0:
-            took[best_h * num_ranks + full] += best_n
-            took[best_h * num_ranks + best_r] -= best_n
-            gain -= best_n * price[best_h]
-            gain_mib -= best_n * mib[best_h]
+        g, n, h, back, r = move[0], move[1], move[2], move[3], move[4]
+        gain, gain_mib = n * price[g], n * mib[g]
+        took[g * num_ranks + full] -= n
+        took[g * num_ranks + r] += n
+        if h >= 0:
+            took[h * num_ranks + full] += back
+            took[h * num_ranks + r] -= back
+            gain -= back * price[h]
+            gain_mib -= back * mib[h]
         loads[full] -= gain
         mems[full] -= gain_mib
-        loads[best_r] += gain
-        mems[best_r] += gain_mib
+        loads[r] += gain
+        mems[r] += gain_mib
+
+
+@compiled
+def pack_dense(
+    count: int, price: int, mib: int, target: int, cap: int, num_ranks: int, loads: Any, mems: Any, row: Any
+) -> bool:
+    """Places equal sequences one by one where the most time must go into the least memory: the rank with the
+    largest (target - load) / (cap - memory), ties lowest rank; the least loaded rank where no time is left.
+
+    For groups by decreasing time per memory, so that ranks short of memory get the densest sequences.
+    """
+    for _ in range(count):
+        chosen, in_time = -1, False
+        for r in range(num_ranks):
+            if mems[r] + mib > cap:
+                continue
+            fits = loads[r] + price <= target
+            if chosen < 0 or (fits and not in_time):
+                chosen, in_time = r, fits
+            elif fits:
+                here = (target - loads[r]) * (cap - mems[chosen])
+                if here > (target - loads[chosen]) * (cap - mems[r]):
+                    chosen = r
+            elif not in_time and loads[r] < loads[chosen]:
+                chosen = r
+        if chosen < 0:
+            return False
+        row[chosen] += 1
+        loads[chosen] += price
+        mems[chosen] += mib
+    return True
+
+
+@compiled
+def pack_sand(
+    style: int, order: Any, counts: Any, price: Any, mib: Any, limit: int, cap: int, num_groups: int,
+    num_ranks: int, loads: Any, mems: Any, took: Any, row: Any, move: Any,
+) -> int:  # fmt: skip
+    """Packs all sand groups in `order` and relieves the fullest ranks.
+
+    Args:
+        style: EQ_8, DENSE, or MEMORY_ONLY, which balances memory and leaves time to the relief.
+        loads, mems: of the rocks; of everything afterwards.
+        took: [G*N] out: members of a group on a rank.
+        row: [N] scratch.
+
+    Returns the largest load, or -1 where memory is short.
+    """
+    for x in range(num_groups * num_ranks):
+        took[x] = 0
+    for n in range(num_groups):
+        g = order[n]
+        for r in range(num_ranks):
+            row[r] = 0
+        if style == DENSE:
+            done = pack_dense(counts[g], price[g], mib[g], limit, cap, num_ranks, loads, mems, row)
+        else:
+            weighed = 0 if style == MEMORY_ONLY else price[g]
+            done = pack_group(counts[g], weighed, mib[g], limit, cap, num_ranks, loads, mems, row)
+        if not done:
+            return -1
+        for r in range(num_ranks):
+            took[g * num_ranks + r] = row[r]
+            if style == MEMORY_ONLY:
+                loads[r] += row[r] * price[g]
+    return relieve(limit, cap, num_groups, num_ranks, price, mib, loads, mems, took, move)

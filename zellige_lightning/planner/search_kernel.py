@@ -1,7 +1,8 @@
 """Depth-first decision: is there a placement with every load <= limit and every memory <= cap?
 
-Rocks are placed one by one; sand (light sequences that stay whole) enters through necessary conditions only, so an
-answer of INFEASIBLE holds for every placement of rocks and sand. Buffers are flat and index with integers alone.
+Rocks are placed one by one; sand (light sequences that stay whole) enters through necessary conditions
+only, so an answer of INFEASIBLE holds for every placement of rocks and sand. Buffers are flat and index
+with integers alone.
 
 Shape legend: N ranks, I rocks, G groups (rocks and sand), J choices, B rank sets, Q conditions.
 """
@@ -18,7 +19,8 @@ HASH_PRIME = 2147483647
 
 @compiled
 def weight(time_us: int, memory_mib: int, a: int, b: int) -> int:
-    """One condition's size of an amount of work: min(a * time, b * memory); b = 0 is time alone, a = 0 memory."""
+    """One condition's size of an amount of work: min(a * time, b * memory); b = 0 is time alone, a = 0
+    memory."""
     if b == 0:
         return a * time_us
     if a == 0:
@@ -111,8 +113,8 @@ def write_key(
 ) -> int:
     """Writes the state up to symmetry into `key` and returns its hash (never negative, no overflow).
 
-    Ranks of one twin class may be exchanged, so they are sorted; whole blocks that may be exchanged are put in
-    ascending order. Both map a state to an equivalent one, which is all that the memo needs.
+    Ranks of one twin class may be exchanged, so they are sorted; whole blocks that may be exchanged are
+    put in ascending order. Both map a state to an equivalent one, which is all that the memo needs.
     """
     num_ranks, num_swaps = sizes[0], sizes[4]
     key[0], key[1], key[2] = i, choice, splits
@@ -152,8 +154,8 @@ def write_key(
 
 @compiled
 def is_new(value: int, sizes: Any, key: Any, slots: Any, stored: Any, stamps: Any) -> bool:
-    """Whether this state was not seen in this decision; remembers it. Whole keys are compared, because a state
-    taken for another one would break the proof. A full memo forgets nothing and learns nothing."""
+    """Whether this state was not seen in this decision; remembers it. Whole keys are compared, because a
+    state taken for another one would break the proof. A full memo forgets nothing and learns nothing."""
     width, capacity = 3 + 2 * sizes[0], sizes[5]
     place = value % (2 * capacity)
     while slots[2 * place] == stamps[0]:
@@ -178,13 +180,15 @@ def is_new(value: int, sizes: Any, key: Any, slots: Any, stored: Any, stamps: An
 @compiled
 def fits(
     s: int, time_us: int, mib: int, limit: int, cap: int, set_ranks: Any, ranks: Any, twin: Any,
-    loads: Any, mems: Any, mark: Any,
+    loads: Any, mems: Any, mark: Any, symmetry: int,
 ) -> bool:  # fmt: skip
     """Whether rank set s has room, and is the first of those that rank symmetry makes equal: a chosen rank
     never has an equal, unchosen twin before it."""
     for x in range(set_ranks[s], set_ranks[s + 1]):
         if loads[ranks[x]] + time_us > limit or mems[ranks[x]] + mib > cap:
             return False
+    if symmetry == 0:
+        return True
     for x in range(set_ranks[s], set_ranks[s + 1]):
         mark[ranks[x]] = 1
     first = True
@@ -200,17 +204,18 @@ def fits(
 
 @compiled
 def list_sets(
-    j: int, start: int, spread: int, limit: int, cap: int, price: Any, memory: Any, set_ptr: Any, set_ranks: Any,
-    ranks: Any, twin: Any, loads: Any, mems: Any, mark: Any, candidates: Any, scores: Any,
+    j: int, start: int, spread: int, limit: int, cap: int, price: Any, memory: Any, set_ptr: Any,
+        set_ranks: Any,
+    ranks: Any, twin: Any, loads: Any, mems: Any, mark: Any, symmetry: int, candidates: Any, scores: Any,
 ) -> int:  # fmt: skip
     """Writes the rank sets of choice j that fit to `candidates[start..]`; returns their number.
 
-    With `spread` they come by decreasing bottleneck slack, the score of Eq. (8) with `limit` for F, taken over
-    the set's ranks; else in their own order.
+    With `spread` their scores are the bottleneck slacks of Eq. (8) with `limit` for F, smallest of the set's
+    ranks; without it they are all alike.
     """
     count = 0
     for s in range(set_ptr[j], set_ptr[j + 1]):
-        if not fits(s, price[j], memory[j], limit, cap, set_ranks, ranks, twin, loads, mems, mark):
+        if not fits(s, price[j], memory[j], limit, cap, set_ranks, ranks, twin, loads, mems, mark, symmetry):
             continue
         score = 0
         if spread == 1:
@@ -218,13 +223,23 @@ def list_sets(
             for x in range(set_ranks[s], set_ranks[s + 1]):
                 r = ranks[x]
                 score = min(score, (limit - loads[r] - price[j]) * cap, (cap - mems[r] - memory[j]) * limit)
-        at = count
-        while at > 0 and scores[at - 1] < score:
-            scores[at], candidates[start + at] = scores[at - 1], candidates[start + at - 1]
-            at -= 1
-        scores[at], candidates[start + at] = score, s
+        candidates[start + count], scores[start + count] = s, score
         count += 1
     return count
+
+
+@compiled
+def take_best(first: int, last: int, candidates: Any, scores: Any) -> int:
+    """Moves the best of candidates first..last-1 to the front (ties: the earliest) and returns it."""
+    best = first
+    for x in range(first + 1, last):
+        if scores[x] > scores[best]:
+            best = x
+    s, score = candidates[best], scores[best]
+    for x in range(best, first, -1):  # the others keep their order
+        candidates[x], scores[x] = candidates[x - 1], scores[x - 1]
+    candidates[first], scores[first] = s, score
+    return s
 
 
 @compiled
@@ -233,8 +248,9 @@ def decide(
     budget: int,
     cap: int,
     node_limit: int,
+    resume: int,  # 1: go on behind the placement that the last call returned, with its arguments and state
     spread: int,  # 1: try the rank set with the most room left first, 0: the first one
-    sizes: Any,  # N, I, G, Q, number of swaps, memo capacity, W (most rank sets of a choice)
+    sizes: Any,  # N, I, G, Q, number of swaps, memo capacity, W (most rank sets of a choice), symmetry on
     item_group: Any,  # [I] group of each rock; rocks of a group are neighbours
     counts: Any,  # [G] number of sand members of a group, 0 for groups of rocks
     choice_ptr: Any,  # [G+1] choices of a group, by increasing area
@@ -257,41 +273,49 @@ def decide(
     picks: Any,  # [I+1] out: rank set of each rock
     frames: Any,  # [3(I+1)] choice, position and number of candidates at each depth
     candidates: Any,  # [(I+1)W] rank sets to try at each depth
-    scores: Any,  # [W]
+    scores: Any,  # [(I+1)W]
     mark: Any,  # [N] zeros
     key: Any,  # [3+2N]
     slots: Any,
     stored: Any,
-    stamps: Any,  # generation, number of stored states, nodes of the last decision
+    stamps: Any,  # generation, number of stored states, nodes, splits of the last decision
 ) -> int:
     """FEASIBLE (with `picks`, `loads`, `mems`), INFEASIBLE (proven), or UNKNOWN after `node_limit` nodes.
 
-    At most `budget` rocks are split. Rocks of one group take choices of non-decreasing index: exchanging equal
-    sequences changes nothing.
+    At most `budget` rocks are split. Rocks of one group take choices of non-decreasing index: exchanging
+    equal sequences changes nothing.
     """
-    num_ranks, num_items = sizes[0], sizes[1]
-    stamps[0] += 1
-    stamps[1] = 0
-    stamps[2] = 0
-    for r in range(num_ranks):
-        loads[r] = 0
-        mems[r] = 0
-    if not fill_needs(
-        limit, cap, sizes, item_group, counts, choice_ptr, degree, price, memory, ratios, group_need, need,
-        forced, least,
-    ):  # fmt: skip
-        return INFEASIBLE
-    if forced[0] > budget or not has_room(0, limit, cap, sizes, ratios, need, least, loads, mems):
-        return INFEASIBLE
-    if num_items == 0:
-        return FEASIBLE
-    width = sizes[6]
-    i, splits, nodes = 0, 0, 0
-    frames[0], frames[1], frames[2] = choice_ptr[item_group[0]] - 1, 0, 0
+    num_ranks, num_items, width = sizes[0], sizes[1], sizes[6]
+    i, splits, nodes = 0, 0, stamps[2]
+    if resume == 1:
+        if num_items == 0:
+            return INFEASIBLE
+        i, splits = num_items - 1, stamps[3]
+        s = picks[i]
+        j = set_choice[s]
+        for x in range(set_ranks[s], set_ranks[s + 1]):
+            loads[ranks[x]] -= price[j]
+            mems[ranks[x]] -= memory[j]
+        if degree[j] > 1:
+            splits -= 1
+    else:
+        stamps[0] += 1
+        stamps[1], stamps[2], nodes = 0, 0, 0
+        for r in range(num_ranks):
+            loads[r] = 0
+            mems[r] = 0
+        if not fill_needs(
+            limit, cap, sizes, item_group, counts, choice_ptr, degree, price, memory, ratios, group_need,
+            need, forced, least,
+        ):  # fmt: skip
+            return INFEASIBLE
+        if forced[0] > budget or not has_room(0, limit, cap, sizes, ratios, need, least, loads, mems):
+            return INFEASIBLE
+        if num_items == 0:
+            return FEASIBLE
+        frames[0], frames[1], frames[2] = choice_ptr[item_group[0]] - 1, 0, 0
     while True:
-        if (
-            frames[3 * i + 1] == frames[3 * i + 2]
-        ):  # the rank sets of this choice are through: the next choice
+        if frames[3 * i + 1] == frames[3 * i + 2]:  # all rank sets of this choice tried: the next one
             j = frames[3 * i] + 1
             if j == choice_ptr[item_group[i] + 1]:
                 if i == 0:
@@ -313,10 +337,11 @@ def decide(
             ):
                 frames[3 * i + 2] = list_sets(
                     j, i * width, spread, limit, cap, price, memory, set_ptr, set_ranks, ranks, twin, loads,
-                    mems, mark, candidates, scores,
+                    mems, mark, sizes[7], candidates, scores,
                 )  # fmt: skip
             continue
-        s, j = candidates[i * width + frames[3 * i + 1]], frames[3 * i]
+        j = frames[3 * i]
+        s = take_best(i * width + frames[3 * i + 1], i * width + frames[3 * i + 2], candidates, scores)
         frames[3 * i + 1] += 1
         if nodes >= node_limit:
             return UNKNOWN
@@ -332,11 +357,15 @@ def decide(
             i + 1, limit, cap, sizes, ratios, need, least, loads, mems
         ):
             if i + 1 == num_items:
+                stamps[3] = splits
                 return FEASIBLE
             same = item_group[i + 1] == item_group[i]
             from_choice = j if same else choice_ptr[item_group[i + 1]]
-            value = write_key(i + 1, from_choice, splits, sizes, twin, swaps, loads, mems, key)
-            if is_new(value, sizes, key, slots, stored, stamps):
+            fresh = True
+            if sizes[7] == 1:
+                value = write_key(i + 1, from_choice, splits, sizes, twin, swaps, loads, mems, key)
+                fresh = is_new(value, sizes, key, slots, stored, stamps)
+            if fresh:
                 i += 1
                 frames[3 * i], frames[3 * i + 1], frames[3 * i + 2] = from_choice - 1, 0, 0
                 continue

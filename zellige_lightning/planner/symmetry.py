@@ -27,8 +27,8 @@ def _twins(world: int, families: frozenset[Family]) -> tuple[int, ...]:
 
 
 def twin_classes(world: int, families: Iterable[Family]) -> tuple[int, ...]:
-    """Per rank the lowest rank that it may be exchanged with. Exchanges of two ranks that keep every family form
-    a group, so this is an equivalence."""
+    """Per rank the lowest rank that it may be exchanged with. Exchanges of two ranks that keep every
+    family form a group, so this is an equivalence."""
     return _twins(world, frozenset(families))
 
 
@@ -48,7 +48,7 @@ def _swaps(world: int, families: frozenset[Family]) -> tuple[tuple[int, int, int
 
 
 def block_swaps(world: int, families: Iterable[Family]) -> tuple[tuple[int, int, int], ...]:
-    """(first, second, length) of neighbouring blocks that may be exchanged as a whole; needless where all ranks
-    are twins."""
+    """(first, second, length) of neighbouring blocks that may be exchanged as a whole; needless where all
+    ranks are twins."""
     families = frozenset(families)
     return () if len(set(_twins(world, families))) == 1 else _swaps(world, families)

@@ -1,0 +1,82 @@
+"""planner=exact: joint placement of anchors and fillers with a certified bound."""
+
+from __future__ import annotations
+
+from zellige_lightning.errors import PlanningError
+from zellige_lightning.planner.consolidate import consolidate
+from zellige_lightning.planner.pods import search_pods
+from zellige_lightning.planner.problem import PlacementProblem
+from zellige_lightning.planner.search import ExactSearch, SearchResult
+from zellige_lightning.planner.solution import Brief, Solution, num_splits
+
+MOST_RANKS = 64  # above it the world is searched in pods
+NODE_LIMIT = 20_000  # of one decision on few ranks
+NODE_LIMIT_LARGE = 4_000  # above 8 ranks, where a node costs more
+CPSAT_LIMIT = 10.0  # deterministic time of the rescue by CP-SAT
+
+
+def solve_exact(problem: PlacementProblem, brief: Brief) -> Solution:
+    """Makespan first, then fewest splits within epsilon, then fewest distinct rank sets.
+
+    Where the search finds no placement and no proof that there is none (memory so tight that light
+    sequences do not pack), CP-SAT looks for any.
+
+    Raises:
+        PlanningError: proven that nothing fits, or nothing found.
+    """
+    if not problem.groups:
+        return Solution((), statuses=("OPTIMAL", "OPTIMAL"), bound_source="search")
+    epsilon = brief.config.epsilon
+    if problem.world_size > MOST_RANKS and (found := search_pods(problem, epsilon, NODE_LIMIT_LARGE)):
+        makespan, dealt, bound = found
+        statuses = _statuses(makespan, bound, epsilon, False)
+        return Solution(tuple(dealt), bound, "area at T", statuses)
+    limit = NODE_LIMIT if problem.world_size <= 8 else NODE_LIMIT_LARGE
+    result = ExactSearch(problem, epsilon, limit).solve()
+    if result.proven_infeasible:
+        raise _does_not_fit(problem, brief)
+    if not result.cells:
+        return _rescue(problem, brief, result)
+    slack = max(result.makespan_us, result.bound_us + int(result.bound_us * epsilon))
+    cells = consolidate(problem, result.cells, slack)
+    fewest = result.num_splits == result.split_bound
+    statuses = _statuses(result.makespan_us, result.bound_us, epsilon, fewest)
+    return Solution(cells, result.bound_us, "search", statuses, result.split_bound, result.nodes)
+
+
+def _statuses(makespan_us: int, bound_us: int, epsilon: float, fewest: bool) -> tuple[str, str]:
+    """`OPTIMAL` where the bound is met, `CERTIFIED` within epsilon of it, `OPEN` otherwise; likewise the
+    splits."""
+    if makespan_us == bound_us:
+        first = "OPTIMAL"
+    else:
+        first = "CERTIFIED" if makespan_us <= bound_us + int(bound_us * epsilon) else "OPEN"
+    return first, "OPTIMAL" if fewest else "OPEN"
+
+
+def _does_not_fit(problem: PlacementProblem, brief: Brief) -> PlanningError:
+    from zellige_lightning.planner.paper import (
+        does_not_fit,
+    )  # ortools is slow to import and rarely needed here
+
+    return does_not_fit(problem, brief.step)
+
+
+def _rescue(problem: PlacementProblem, brief: Brief, result: SearchResult) -> Solution:
+    from zellige_lightning.planner.anchors import SolverLimits, place_anchors
+    from zellige_lightning.planner.paper import describe
+
+    found = place_anchors(problem, brief.config.epsilon, SolverLimits(1, CPSAT_LIMIT, brief.config.seed))
+    if found.statuses == ("INFEASIBLE",):
+        raise _does_not_fit(problem, brief)
+    if not found.cells:
+        raise PlanningError(
+            f"no placement of {describe(problem)} was found under {problem.cap_mib} MiB on each of "
+            f"{problem.world_size} ranks",
+            fix="raise planner.memory_cap_gib or lower the tokens per batch",
+            step=brief.step,
+        )
+    bound = max(result.bound_us, found.bound_us)
+    source = "search" if result.bound_us >= found.bound_us else "CP-SAT"
+    split_bound = num_splits(found.cells) if found.is_certified else 0
+    return Solution(found.cells, bound, source, found.statuses, split_bound, result.nodes)

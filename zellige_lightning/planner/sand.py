@@ -1,0 +1,101 @@
+"""The sand of one problem: light groups that stay whole, packed behind the rocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from zellige_lightning.planner.compiled import buffer, zeros
+from zellige_lightning.planner.problem import Cell, Choice, PlacementProblem
+from zellige_lightning.planner.sand_kernel import DENSE, EQ_8, MEMORY_ONLY, pack_sand
+
+MOST_DENSE = 1 << 17  # ranks x sequences up to which packing one by one is worth its time
+
+
+@dataclass
+class Sand:
+    """Buffers for packing; `groups` are positions in `problem.groups`, each with a whole choice."""
+
+    problem: PlacementProblem
+    groups: tuple[int, ...]
+    makespan_us: int = -1
+    _best: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        world, number = self.problem.world_size, max(1, len(self.groups))
+        self.choices = [self._whole(g) for g in self.groups]
+        wholes = [choice for _, choice in self.choices]
+        counts = [len(self.problem.groups[g]) for g in self.groups]
+        places = range(len(self.groups))
+        self._orders = {
+            EQ_8: buffer(sorted(places, key=lambda n: -wholes[n].price_us)),
+            DENSE: buffer(sorted(places, key=lambda n: -wholes[n].price_us / max(1, wholes[n].memory_mib))),
+            MEMORY_ONLY: buffer(sorted(places, key=lambda n: -wholes[n].memory_mib)),
+        }
+        self._styles = (
+            [EQ_8, DENSE, MEMORY_ONLY] if world * sum(counts) <= MOST_DENSE else [EQ_8, MEMORY_ONLY]
+        )
+        self._amounts = (
+            buffer(counts or [0]),
+            buffer([c.price_us for c in wholes] or [0]),
+            buffer([c.memory_mib for c in wholes] or [0]),
+        )
+        self._took, self._row, self._move = zeros(number * world), zeros(world), zeros(5)
+
+    def _whole(self, g: int) -> tuple[int, Choice]:
+        choices = self.problem.groups[g].choices
+        return next((j, c) for j, c in enumerate(choices) if c.config.is_whole)
+
+    @property
+    def weights(self) -> list[tuple[int, Choice]]:
+        """(count, whole choice) of each group."""
+        return [(len(self.problem.groups[g]), c) for g, (_, c) in zip(self.groups, self.choices, strict=True)]
+
+    def pack(self, limit: int, loads: Any, mems: Any) -> bool:
+        """Packs behind the rocks' `loads` and `mems`: Eq. (8) with `limit` for F, then styles for tight
+        memory until one stays within `limit`. Leaves the ledgers at the rocks. False where memory is short
+        in all."""
+        world = self.problem.world_size
+        rocks = list(loads), list(mems)
+        self.makespan_us = -1
+        for style in self._styles:
+            if style == MEMORY_ONLY and self.makespan_us >= 0:
+                break
+            largest = pack_sand(
+                style, self._orders[style], *self._amounts, limit, self.problem.cap_mib, len(self.groups),
+                world, loads, mems, self._took, self._row, self._move,
+            )  # fmt: skip
+            for r in range(world):
+                loads[r], mems[r] = rocks[0][r], rocks[1][r]
+            if largest >= 0 and (self.makespan_us < 0 or largest < self.makespan_us):
+                self.makespan_us, self._best = int(largest), list(self._took)
+            if 0 <= self.makespan_us <= limit:
+                break
+        return self.makespan_us >= 0
+
+    def cells(self) -> list[Cell]:
+        """Counts of the last packing."""
+        world = self.problem.world_size
+        rows = zip(self.groups, self.choices, strict=True)
+        return [
+            Cell(g, j, (r,), int(count))
+            for n, (g, (j, _)) in enumerate(rows)
+            for r in range(world)
+            if (count := self._best[n * world + r])
+        ]
+
+
+def conditions(sand: Sequence[tuple[int, Choice]]) -> list[tuple[int, int]]:
+    """Weights (a, b) of the necessary conditions: time alone, memory alone, and between them the
+    time-to-memory ratio of each sand group and of all sand, where a rank full of light sequences runs out
+    of memory first.
+
+    Args:
+        sand: (count, whole choice) of each sand group.
+    """
+    time_us = sum(count * choice.price_us for count, choice in sand)
+    memory_mib = sum(count * choice.memory_mib for count, choice in sand)
+    pairs = [(choice.price_us, choice.memory_mib) for _, choice in sand[:4]] + [(time_us, memory_mib)]
+    mixed = [(1024, max(1, 1024 * time // memory)) for time, memory in pairs if memory > 0]
+    return list(dict.fromkeys([(1, 0), (0, 1), *mixed]))
