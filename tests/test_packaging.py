@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -122,3 +123,19 @@ def test_the_plugin_of_the_wheel_serves_foreign_applications(clean_venv: Path, t
     shown = run(clean_venv, "python", "app.py", "+planner=joint", "--cfg", "job", cwd=tmp_path)
     assert "name: joint" in shown
     assert "epsilon: 0.001" in shown
+
+
+@pytest.mark.slow
+def test_the_wheel_trains_from_another_folder(clean_venv: Path, tmp_path: Path) -> None:
+    small = ("num_images=12", "num_videos=6", "num_held_out=12")
+    overrides = [f"data.datamodule.{setting}" for setting in small]
+    overrides += ["model.model=tiny", "trainer.max_steps=1", "profiler.repeats=1"]
+    overrides += ["profiler.profile_path=prices.json", "hydra.run.dir=out"]
+    shown = run(clean_venv, "zellige-train", "recipe=demo", *overrides, cwd=tmp_path, timeout=400)
+    figures = json.loads(shown.splitlines()[-1])
+    assert figures["steps"] == figures["global_batches"] == figures["distinct_batches"] == 1
+    assert figures["video_loss_after"] != figures["video_loss_before"]
+    written = {path.name for path in (tmp_path / "out").rglob("*")}
+    assert {"plan.png", "loss.png", "samples.png", "metrics.csv", "train_ddp_process_1.log"} <= written
+    assert any(name.endswith(".ckpt") for name in written)
+    assert (tmp_path / "prices.json").is_file()
