@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from zellige_lightning.placement import Bucket, Catalog, GlobalBatch
-from zellige_lightning.sources import GlobalBatchSampler, TokenSource
+from zellige_lightning.sources import GlobalBatchSampler, SyntheticSource, TokenSource
 
 
 class GlobalBatchLoader:
@@ -38,6 +38,10 @@ class GlobalBatchLoader:
     def counts(self) -> dict[str, int]:
         """Number of samples by bucket name."""
         return self._sampler.counts()
+
+    def synthetic_source(self) -> SyntheticSource:
+        """Random tokens with the fields of the real ones, for profiling: no disk, no sample of any key."""
+        return SyntheticSource(self.source.token_fields, self.source.sequence_fields)
 
     def epoch_batches(self, epoch: int, window: int, limit: int) -> list[GlobalBatch]:
         """See `GlobalBatchSampler.epoch_batches`; batches are numbered through all epochs."""
