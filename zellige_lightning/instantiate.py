@@ -93,7 +93,7 @@ def _check_name(where: str, target: Any) -> None:
 def _check_arguments(where: str, target: str, keys: set[str]) -> None:
     try:
         callable_ = pkgutil.resolve_name(target)
-    except (ImportError, AttributeError) as error:
+    except (ModuleNotFoundError, AttributeError) as error:
         raise ConfigError(f"{where}._target_={target!r}: {error}", fix="correct the name") from error
     # An allowed module may have imported a foreign one, such as
     # `lightning.pytorch.trainer.trainer.os.system`.
