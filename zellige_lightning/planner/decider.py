@@ -15,6 +15,7 @@ from zellige_lightning.planner.symmetry import block_swaps, twin_classes
 MEMO_STATES = 1 << 13
 NO_BUDGET = 1 << 40
 MOST_SYMMETRIC = 64  # ranks up to which equal states are looked for
+LIGHT = 50  # sequences below 1 / LIGHT of the mean load are sand at first
 MOST_PACKINGS = 6  # placements of the rocks that one decision tries to pack with sand
 
 
@@ -170,7 +171,7 @@ def _thrift(choice: Choice) -> tuple[int, int, int]:
 
 
 def light_groups(problem: PlacementProblem, max_rocks: int) -> tuple[int, ...]:
-    """Groups to treat as sand, dearest first: those below 0.5 % of the mean load each that fit whole, and
+    """Groups to treat as sand, dearest first: those below 2 % of the mean load each that fit whole, and
     whatever lies beyond `max_rocks` rocks."""
     groups = problem.groups
     mean = sum(len(g) * min(c.area_us for c in g.choices) for g in groups) / problem.world_size
@@ -178,7 +179,7 @@ def light_groups(problem: PlacementProblem, max_rocks: int) -> tuple[int, ...]:
     rocks = 0
     for g in sorted(range(len(groups)), key=lambda g: (-min(c.area_us for c in groups[g].choices), g)):
         whole = groups[g].whole
-        light = whole is not None and 200 * whole.price_us < mean and len(groups[g]) > 1
+        light = whole is not None and LIGHT * whole.price_us < mean and len(groups[g]) > 1
         if whole is not None and (light or sand or rocks + len(groups[g]) > max_rocks):
             sand.append(g)
         else:

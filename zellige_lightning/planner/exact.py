@@ -10,8 +10,8 @@ from zellige_lightning.planner.search import ExactSearch, SearchResult
 from zellige_lightning.planner.solution import Brief, Solution, num_splits
 
 MOST_RANKS = 64  # above it the world is searched in pods
-NODE_LIMIT = 20_000  # of one decision on few ranks
-NODE_LIMIT_LARGE = 4_000  # above 8 ranks, where a node costs more
+NODE_LIMITS = (10_000, 40_000)  # of one decision and of all, on few ranks
+NODE_LIMITS_LARGE = (2_000, 8_000)  # above 8 ranks, where a node costs more
 CPSAT_LIMIT = 10.0  # deterministic time of the rescue by CP-SAT
 
 
@@ -27,12 +27,12 @@ def solve_exact(problem: PlacementProblem, brief: Brief) -> Solution:
     if not problem.groups:
         return Solution((), statuses=("OPTIMAL", "OPTIMAL"), bound_source="search")
     epsilon = brief.config.epsilon
-    if problem.world_size > MOST_RANKS and (found := search_pods(problem, epsilon, NODE_LIMIT_LARGE)):
+    if problem.world_size > MOST_RANKS and (found := search_pods(problem, epsilon, NODE_LIMITS_LARGE[0])):
         makespan, dealt, bound = found
         statuses = _statuses(makespan, bound, epsilon, False)
         return Solution(tuple(dealt), bound, "area at T", statuses)
-    limit = NODE_LIMIT if problem.world_size <= 8 else NODE_LIMIT_LARGE
-    result = ExactSearch(problem, epsilon, limit).solve()
+    limits = NODE_LIMITS if problem.world_size <= 8 else NODE_LIMITS_LARGE
+    result = ExactSearch(problem, epsilon, *limits).solve()
     if result.proven_infeasible:
         raise _does_not_fit(problem, brief)
     if not result.cells:

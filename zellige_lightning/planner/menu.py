@@ -45,7 +45,7 @@ class OptionMenu:
             members.setdefault(sequence.bucket, []).append(sequence.index)
         for bucket, indices in members.items():
             if not self.choices(bucket):
-                raise self._does_not_fit(batch.sequences[indices[0]], batch.step)
+                raise self.does_not_fit(batch.sequences[indices[0]], batch.step)
         order = sorted(members, key=lambda b: (-self.table.whole_us(b), b.name))
         groups = tuple(Group(b.name, tuple(members[b]), self.choices(b), b.num_tokens) for b in order)
         return PlacementProblem(self.topology.world_size, self.cap_mib, groups)
@@ -80,7 +80,8 @@ class OptionMenu:
             self._sets[degree] = {name: tuple(sets) for name, sets in by_class.items()}
         return self._sets[degree]
 
-    def _does_not_fit(self, sequence: Sequence, step: int) -> PlanningError:
+    def does_not_fit(self, sequence: Sequence, step: int) -> PlanningError:
+        """Names the sequence, its need per option and the cap."""
         needs = sorted({(c.config, c.memory_mib) for c in self._all_choices(sequence.bucket)})
         rows = ", ".join(f"{config}: {mib} MiB" for config, mib in needs) or "no profiled option"
         return PlanningError(

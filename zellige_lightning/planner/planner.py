@@ -22,6 +22,7 @@ from zellige_lightning.planner.menu import OptionMenu
 from zellige_lightning.planner.options import FAMILIES, MAX_GROUPS_PER_RANK, check_family
 from zellige_lightning.planner.problem import PlacementProblem
 from zellige_lightning.planner.solution import Brief, Solution
+from zellige_lightning.planner.waves import Wave, plan_waves
 
 # Where each planner's `solve(problem, brief) -> Solution` lives; a module is imported when its planner is
 # made.
@@ -114,7 +115,7 @@ def make_planner(
     topology: Topology,
     num_heads: int,
     cap_mib: int,
-) -> Planner:
+) -> BatchPlanner:
     """The planner that `config` names.
 
     Args:
@@ -199,6 +200,10 @@ class BatchPlanner:
                 self._cache.popitem(last=False)
         plan = assemble(batch, problem, brief, solution, self.menu.table.fixed_us)
         return replace(plan, solve_ms=(time.perf_counter() - start) * 1e3)
+
+    def plan_waves(self, batch: GlobalBatch) -> list[Wave]:
+        """The batch as the fewest waves that all plan. Raises: PlanningError where none do."""
+        return plan_waves(self, batch)
 
     def _solve(self, batch: GlobalBatch, problem: PlacementProblem, brief: Brief) -> Solution:
         try:

@@ -6,12 +6,15 @@ decision and `sand_kernel` for the packing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zellige_lightning.planner.decider import NO_BUDGET, Decider, light_groups
+from zellige_lightning.planner.decider import NO_BUDGET, Attempt, Decider, light_groups
 from zellige_lightning.planner.problem import Cell, PlacementProblem
 from zellige_lightning.planner.search_kernel import INFEASIBLE
+from zellige_lightning.planner.solution import num_splits
+
+MOST_ROCKS = 256  # unless more sequences cannot be whole
+MOST_REFINED = 40  # rocks up to which the dearest sand may join them when the gap stays open
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,9 @@ class SearchResult:
     nodes: int
 
 
+Best = tuple[int, tuple[Cell, ...]]
+
+
 @dataclass
 class ExactSearch:
     """Bisects the target of one problem.
@@ -45,48 +51,61 @@ class ExactSearch:
         epsilon: slack of the split search, relative; also how near to the bound a makespan with sand must
             come.
         node_limit: nodes of one decision; beyond it the decision is unknown and the gap stays open.
-        max_rocks: rocks at most, unless more groups cannot be whole.
+        node_budget: nodes of all decisions about the makespan together, and again of those about splits.
     """
 
     problem: PlacementProblem
     epsilon: float = 1e-3
-    node_limit: int = 20_000
-    max_rocks: int = 256
+    node_limit: int = 10_000
+    node_budget: int = 40_000
+    bound_us: int = 0
+    best: Best | None = None
+    nodes: int = 0
 
     def solve(self) -> SearchResult:
         """Never raises for a hard problem; the result says what is proven."""
-        sand, best, bound, nodes = light_groups(self.problem, self.max_rocks), None, 0, 0
+        sand = light_groups(self.problem, MOST_ROCKS)
         while True:
             decider = Decider(self.problem, sand)
-            bound, best, infeasible = self._bisect(decider, bound, best)
-            nodes += decider.nodes
-            if infeasible:
-                return SearchResult((), 0, 0, 0, 0, True, nodes)
-            tight = best is not None and best[0] <= bound + int(bound * self.epsilon / 4)
-            if tight or not sand or not self._may_refine(sand):
+            if self._bisect(decider):
+                return SearchResult((), 0, 0, 0, 0, True, self.nodes)
+            if self._is_near(2) or self.nodes >= self.node_budget or not self._may_refine(sand):
                 break
             sand = sand[1:]
-        if best is None:
-            return SearchResult((), 0, bound, 0, 0, False, nodes)
-        decider.nodes = 0
-        best, split_bound = self._fewest_splits(decider, bound, best)
+        if self.best is None:
+            return SearchResult((), 0, self.bound_us, 0, 0, False, self.nodes)
+        used, self.nodes = self.nodes, 0
+        split_bound = self._fewest_splits(decider)
+        makespan, cells = self.best
         return SearchResult(
-            best[1], best[0], bound, self._splits(best[1]), split_bound, False, nodes + decider.nodes
+            cells, makespan, self.bound_us, num_splits(cells), split_bound, False, used + self.nodes
         )
 
-    def _splits(self, cells: Sequence[Cell]) -> int:
-        return sum(c.count for c in cells if len(c.ranks) > 1)
+    def _slack(self, part: int) -> int:
+        return int(self.bound_us * self.epsilon / part)
+
+    def _is_near(self, part: int) -> bool:
+        """Within epsilon / part of the bound."""
+        return self.best is not None and self.best[0] <= self.bound_us + self._slack(part)
 
     def _may_refine(self, sand: tuple[int, ...]) -> bool:
+        """Whether the dearest sand is few enough to be placed one by one."""
         groups = self.problem.groups
         rocks = sum(len(g) for n, g in enumerate(groups) if n not in sand)
-        return rocks + len(groups[sand[0]]) <= self.max_rocks
+        return bool(sand) and rocks + len(groups[sand[0]]) <= MOST_REFINED
 
-    def _root_bound(self, decider: Decider, bound: int, horizon: int) -> int | None:
+    def _attempt(self, decider: Decider, target: int, budget: int) -> Attempt:
+        """One decision within what is left of the nodes."""
+        decider.nodes = 0
+        answer = decider.attempt(target, budget, min(self.node_limit, self.node_budget - self.nodes))
+        self.nodes += decider.nodes
+        return answer
+
+    def _root_bound(self, decider: Decider, horizon: int) -> int | None:
         """Least T whose necessary conditions hold before any rock is placed; None if none does."""
         if decider.decide(horizon, NO_BUDGET, 0) == INFEASIBLE:
             return None
-        low, high = bound - 1, horizon
+        low, high = max(self.bound_us, 1) - 1, horizon
         while high - low > 1:
             middle = (low + high) // 2
             if decider.decide(middle, NO_BUDGET, 0) == INFEASIBLE:
@@ -95,50 +114,53 @@ class ExactSearch:
                 high = middle
         return high
 
-    def _bisect(
-        self, decider: Decider, bound: int, best: tuple[int, tuple[Cell, ...]] | None
-    ) -> tuple[int, tuple[int, tuple[Cell, ...]] | None, bool]:
+    def _bisect(self, decider: Decider) -> bool:
         """Raises the bound and lowers the best makespan until they meet (within epsilon / 4 where there is
-        sand).
+        sand). True where it is proven that no placement exists.
 
         The target starts at the bound and moves up in growing steps, so that proofs stay near the optimum,
         where they are informative, and far below it, where they are cheap.
         """
         groups = self.problem.groups
         horizon = sum(len(g) * max(c.price_us for c in g.choices) for g in groups)
-        root = self._root_bound(decider, max(bound, 1), horizon)
+        root = self._root_bound(decider, horizon)
         if root is None:
-            return bound, None, True
-        bound = max(bound, root)
-        low, step = bound, max(1, bound // 2048)  # targets below `low` are settled: proven, or too hard
-        tolerance = int(bound * self.epsilon / 4) if decider.light else 0
-        target = bound
-        while best is None or best[0] > max(bound, low) + tolerance:
-            answer = decider.attempt(target, NO_BUDGET, self.node_limit)
-            if answer.makespan_us is not None and (best is None or answer.makespan_us < best[0]):
-                best = answer.makespan_us, answer.cells
+            return True
+        self.bound_us = max(self.bound_us, root)
+        low, step = self.bound_us, max(1, self.bound_us // 2048)  # targets below `low` are proven or too hard
+        tolerance = self._slack(4) if decider.light else 0
+        target = low
+        while self.best is None or self.best[0] > max(self.bound_us, low) + tolerance:
+            if self.nodes >= self.node_budget:
+                return False
+            answer = self._attempt(decider, target, NO_BUDGET)
+            if answer.makespan_us is not None and (self.best is None or answer.makespan_us < self.best[0]):
+                self.best = answer.makespan_us, answer.cells
             if answer.status == INFEASIBLE:
-                bound = max(bound, target + 1)
+                self.bound_us = max(self.bound_us, target + 1)
             if answer.makespan_us is None or answer.makespan_us > target:
                 if target >= horizon:
-                    return bound, best, answer.status == INFEASIBLE
+                    return answer.status == INFEASIBLE
                 low = target + 1
-            if best is None:
+            if self.best is None:
                 target, step = min(low + step, horizon), 2 * step
             else:
-                target = (low + best[0] - 1) // 2
-        return bound, best, False
+                target = (low + self.best[0] - 1) // 2
+        return False
 
-    def _fewest_splits(
-        self, decider: Decider, bound: int, best: tuple[int, tuple[Cell, ...]]
-    ) -> tuple[tuple[int, tuple[Cell, ...]], int]:
-        """Fewest splits within epsilon of the bound (of the best makespan where that is further away)."""
-        limit = max(best[0], bound + int(bound * self.epsilon))
+    def _fewest_splits(self, decider: Decider) -> int:
+        """Fewest splits within epsilon of the bound (of the best makespan where that is further away).
+        Returns the proven least number."""
+        assert self.best is not None
+        limit = max(self.best[0], self.bound_us + self._slack(1))
         proven, all_proven = 0, True
-        for budget in range(self._splits(best[1])):
-            answer = decider.attempt(limit, budget, self.node_limit)
+        for budget in range(num_splits(self.best[1])):
+            answer = self._attempt(decider, limit, budget)
             if answer.makespan_us is not None and answer.makespan_us <= limit:
-                return (answer.makespan_us, answer.cells), proven
+                self.best = answer.makespan_us, answer.cells
+                return proven
             all_proven = all_proven and answer.status == INFEASIBLE
             proven = budget + 1 if all_proven else proven
-        return best, proven
+            if self.nodes >= self.node_budget:
+                break
+        return proven

@@ -1,0 +1,86 @@
+"""When a global batch does not fit at once: waves, planned parts whose losses add up to the same mean."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import TYPE_CHECKING
+
+from zellige_lightning.errors import PlanningError
+from zellige_lightning.placement.plan import Plan
+from zellige_lightning.placement.sequence import GlobalBatch
+
+if TYPE_CHECKING:
+    from zellige_lightning.planner.planner import BatchPlanner
+
+MOST_WAVES = 8
+
+
+@dataclass(frozen=True)
+class Wave:
+    """A planned part of a global batch.
+
+    Args:
+        members: indices in the whole batch, ascending.
+        batch: these sequences, indexed from 0, in the accumulation window of the whole batch, so that the
+            token weights of all waves together are those of the whole batch.
+        plan: of `batch`.
+    """
+
+    members: tuple[int, ...]
+    batch: GlobalBatch
+    plan: Plan
+
+
+def plan_waves(planner: BatchPlanner, batch: GlobalBatch, most_waves: int = MOST_WAVES) -> list[Wave]:
+    """The batch as the fewest waves that all plan; one if it fits at once.
+
+    Raises:
+        PlanningError: a sequence fits no option, or `most_waves` are not enough.
+    """
+    everything = tuple(range(len(batch.sequences)))
+    needs = [_least_memory(planner, batch, i) for i in everything]  # raises where nothing fits
+    room = planner.menu.topology.world_size * planner.menu.cap_mib
+    fewest = max(1, ceil(sum(needs) / room))
+    error: PlanningError | None = None
+    for number in range(fewest, max(fewest, most_waves) + 1):
+        try:
+            return [
+                _plan_wave(planner, batch, members)
+                for members in _deal(needs, number)
+                if members or not needs
+            ]
+        except PlanningError as failed:
+            error = failed
+    raise PlanningError(
+        f"the batch does not fit in {max(fewest, most_waves)} waves; the last attempt: "
+        f"{error.message if error else 'none'}",
+        fix="raise planner.memory_cap_gib or lower the tokens per batch",
+        step=batch.step,
+    )
+
+
+def _least_memory(planner: BatchPlanner, batch: GlobalBatch, index: int) -> int:
+    """Least memory over all ranks that a sequence takes, MiB."""
+    choices = planner.menu.choices(batch.sequences[index].bucket)
+    if not choices:
+        raise planner.menu.does_not_fit(batch.sequences[index], batch.step)
+    return min(c.config.degree * c.memory_mib for c in choices)
+
+
+def _deal(needs: list[int], number: int) -> Iterable[tuple[int, ...]]:
+    """Largest need first, to the wave with the least memory (ties: the fewest sequences, then the first)."""
+    waves: list[list[int]] = [[] for _ in range(number)]
+    totals = [0] * number
+    for index in sorted(range(len(needs)), key=lambda i: (-needs[i], i)):
+        wave = min(range(number), key=lambda w: (totals[w], len(waves[w]), w))
+        waves[wave].append(index)
+        totals[wave] += needs[index]
+    return [tuple(sorted(wave)) for wave in waves]
+
+
+def _plan_wave(planner: BatchPlanner, batch: GlobalBatch, members: tuple[int, ...]) -> Wave:
+    sequences = tuple(replace(batch.sequences[m], index=i) for i, m in enumerate(members))
+    part = replace(batch, sequences=sequences)
+    return Wave(members, part, planner.plan(part))
