@@ -54,9 +54,9 @@ def test_a_target_behind_an_interpolation_is_refused() -> None:
 
 
 def test_unknown_arguments_name_the_legal_ones() -> None:
-    node = OmegaConf.create({"_target_": f"{CALLBACKS}.LearningRateMonitor", "intervall": "step"})
+    node = OmegaConf.create({"_target_": f"{CALLBACKS}.LearningRateMonitor", "log_interval": "step"})
     with pytest.raises(
-        ConfigError, match=r"callbacks\.lr has no setting \['intervall'\][\s\S]*logging_interval"
+        ConfigError, match=r"callbacks\.lr has no setting \['log_interval'\][\s\S]*logging_interval"
     ):
         instantiate(node, "callbacks.lr")
 
