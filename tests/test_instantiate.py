@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 from zellige_lightning.errors import ConfigError
@@ -92,3 +93,23 @@ def test_a_group_is_instantiated_in_order_without_the_nodes_set_to_null() -> Non
     assert [type(o).__name__ for o in objects] == ["LearningRateMonitor", "TQDMProgressBar"]
     assert objects[1].refresh_rate == 3
     assert instantiate_all(None, "logger") == []
+
+
+def test_an_argument_that_is_needed_is_named() -> None:
+    with pytest.raises(ConfigError, match="logger.csv: missing a required argument: 'save_dir'"):
+        instantiate(OmegaConf.create({"_target_": "lightning.pytorch.loggers.CSVLogger"}), "logger.csv")
+
+
+def test_nested_nodes_and_ready_made_arguments() -> None:
+    placement = "zellige_lightning.placement"
+    config = {"_target_": f"{placement}.ParallelConfig", "h": 2}
+    node = OmegaConf.create({"_target_": f"{placement}.PlacementOption", "config": config})
+    option = instantiate(node, "option", ranks=(0, 1))
+    assert option.config.h == option.config.degree == 2
+    assert option.ranks == (0, 1)
+
+
+def test_a_partial_waits_for_the_rest() -> None:
+    node = OmegaConf.create({"_target_": "torch.optim.SGD", "_partial_": True, "lr": 0.25})
+    optimizer = instantiate(node, "optimizer")([torch.nn.Parameter(torch.zeros(1))])
+    assert optimizer.defaults["lr"] == 0.25

@@ -1,23 +1,24 @@
 """From configuration nodes to objects: the only place that turns the text of a `_target_` into a call.
 
-A configuration may come from anywhere, and `_target_` can name any callable of any package. So the names
-are checked before anything is imported, and what a name leads to is checked again before it is called.
+A configuration may come from anywhere, and `_target_` can name any callable of any package. So all names are
+checked before anything is imported, and what a name leads to is checked again before it is called.
 """
 
 from __future__ import annotations
 
 import inspect
 import pkgutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from zellige_lightning.errors import ConfigError, ZelligeError
+from zellige_lightning.errors import ConfigError
 
 ALLOWED_PACKAGES = ("zellige_lightning", "lightning.pytorch", "torch.optim")
-_HYDRA_KEYS = {"_target_", "_partial_", "_convert_", "_recursive_", "_args_"}
+_TARGET, _PARTIAL = "_target_", "_partial_"
 
 
 def instantiate(node: DictConfig, where: str, **extra: Any) -> Any:
@@ -29,19 +30,11 @@ def instantiate(node: DictConfig, where: str, **extra: Any) -> Any:
 
     Raises:
         ConfigError: a value is missing, a `_target_` is not allowed or does not exist, or it has no such
-        argument. ZelligeError: whatever of ours the called object raised.
+            argument.
     """
-    from hydra.errors import InstantiationException
-    from hydra.utils import instantiate as hydra_instantiate
-
     settings = resolved(node, where)
-    for path, target, keys in list(_targets(settings, where)):
-        _check_name(path, target)
-        _check_arguments(path, target, keys)
-    try:
-        return hydra_instantiate(settings, _convert_="all", **extra)
-    except InstantiationException as error:
-        raise _own_cause(error) or error from None
+    check_targets(settings, where)
+    return _build(settings | extra, where)
 
 
 def instantiate_all(group: DictConfig | None, where: str) -> list[Any]:
@@ -64,16 +57,25 @@ def resolved(node: DictConfig, where: str) -> dict[str, Any]:
     return {str(key): value for key, value in settings.items()}
 
 
-def _targets(value: Any, where: str) -> Iterator[tuple[str, Any, set[str]]]:
-    """(path, target, argument names) of every node that names a target."""
+def check_targets(settings: Any, where: str) -> None:
+    """Check every target in plain containers, and its arguments. Raises: ConfigError."""
+    nodes = list(_nodes(settings, where))
+    for path, node in nodes:
+        _check_name(path, node[_TARGET])
+    for path, node in nodes:
+        _check_arguments(path, node)
+
+
+def _nodes(value: Any, where: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(path, node) of every node that names a target."""
     if isinstance(value, dict):
-        if "_target_" in value:
-            yield where, value["_target_"], set(value) - _HYDRA_KEYS
+        if _TARGET in value:
+            yield where, value
         for key, child in value.items():
-            yield from _targets(child, f"{where}.{key}")
+            yield from _nodes(child, f"{where}.{key}")
     elif isinstance(value, list):
         for index, child in enumerate(value):
-            yield from _targets(child, f"{where}[{index}]")
+            yield from _nodes(child, f"{where}[{index}]")
 
 
 def _is_allowed(name: str) -> bool:
@@ -90,26 +92,43 @@ def _check_name(where: str, target: Any) -> None:
         )
 
 
-def _check_arguments(where: str, target: str, keys: set[str]) -> None:
+def _callable(where: str, target: str) -> Callable[..., Any]:
     try:
-        callable_ = pkgutil.resolve_name(target)
+        found = pkgutil.resolve_name(target)
     except (ModuleNotFoundError, AttributeError) as error:
         raise ConfigError(f"{where}._target_={target!r}: {error}", fix="correct the name") from error
-    # An allowed module may have imported a foreign one, such as
-    # `lightning.pytorch.trainer.trainer.os.system`.
-    if not callable(callable_) or not _is_allowed(getattr(callable_, "__module__", None) or ""):
-        raise ConfigError(f"{where}._target_={target!r} is not a class or function of an allowed package")
-    parameters = inspect.signature(callable_).parameters
+    # An allowed module may have imported a foreign one: `lightning.pytorch.trainer.trainer.os.system`.
+    if not callable(found) or not _is_allowed(getattr(found, "__module__", None) or ""):
+        raise ConfigError(
+            f"{where}._target_={target!r} is not allowed",
+            fix="name a class or function that an allowed package defines itself",
+        )
+    return found
+
+
+def _check_arguments(where: str, node: dict[str, Any]) -> None:
+    parameters = inspect.signature(_callable(where, node[_TARGET])).parameters
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         return
-    if unknown := sorted(keys - set(parameters)):
+    if unknown := sorted(set(node) - {_TARGET, _PARTIAL} - set(parameters)):
         raise ConfigError(
             f"{where} has no setting {unknown}", fix=f"legal keys of {where}: {sorted(parameters)}"
         )
 
 
-def _own_cause(error: BaseException) -> ZelligeError | None:
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, ZelligeError):
-        cause = cause.__cause__ or cause.__context__
-    return cause
+def _build(value: Any, where: str) -> Any:
+    if isinstance(value, list):
+        return [_build(child, f"{where}[{index}]") for index, child in enumerate(value)]
+    if not isinstance(value, dict):
+        return value
+    if _TARGET not in value:
+        return {key: _build(child, f"{where}.{key}") for key, child in value.items()}
+    function = _callable(where, value[_TARGET])
+    arguments = {k: _build(v, f"{where}.{k}") for k, v in value.items() if k not in (_TARGET, _PARTIAL)}
+    if value.get(_PARTIAL):
+        return partial(function, **arguments)
+    try:
+        inspect.signature(function).bind(**arguments)
+    except TypeError as error:
+        raise ConfigError(f"{where}: {error}", fix=f"add {where}.<name>=<value>") from None
+    return function(**arguments)
