@@ -16,6 +16,7 @@ MEMO_STATES = 1 << 13
 NO_BUDGET = 1 << 40
 MOST_SYMMETRIC = 64  # ranks up to which equal states are looked for
 LIGHT = 50  # sequences below 1 / LIGHT of the mean load are sand at first
+FEW_SPLITS = 4  # numbers of splits to try first, from the forced ones
 MOST_PACKINGS = 6  # placements of the rocks that one decision tries to pack with sand
 
 
@@ -26,6 +27,17 @@ class Attempt:
     status: int
     makespan_us: int | None = None
     cells: tuple[Cell, ...] = ()
+
+    def meets(self, limit: int) -> bool:
+        return self.makespan_us is not None and self.makespan_us <= limit
+
+    def better(self, other: Attempt) -> Attempt:
+        """The one with the smaller makespan; ties and failures keep this one."""
+        if other.makespan_us is None or (
+            self.makespan_us is not None and self.makespan_us <= other.makespan_us
+        ):
+            return self
+        return other
 
 
 @dataclass
@@ -51,7 +63,10 @@ class Decider:
             (g, group, tuple(sorted(range(len(group.choices)), key=lambda j: _thrift(group.choices[j]))))
             for g, group in enumerate(problem.groups)
         ]
-        items = [g for g, group in enumerate(problem.groups) if g not in sand for _ in group.members]
+        heaviest_first = sorted(
+            range(len(problem.groups)), key=lambda g: (-_least_area(problem.groups[g]), g)
+        )
+        items = [g for g in heaviest_first if g not in sand for _ in problem.groups[g].members]
         choices = [group.choices[j] for _, group, order in self._groups for j in order]
         sets = [(j, ranks) for j, choice in enumerate(choices) for ranks in choice.rank_sets]
         families = {choice.rank_sets for choice in choices}
@@ -82,7 +97,7 @@ class Decider:
             set_ranks.append(set_ranks[-1] + len(ranks))
         self.loads, self.mems, self.picks = zeros(world), zeros(world), zeros(len(items) + 1)
         self.items, self.choices, self.sets, self.starts = items, choices, sets, starts
-        self.stamps = zeros(4)
+        self.stamps, self._forced = zeros(4), zeros(len(items) + 1)
         self._args = [
             buffer(self.sizes),
             buffer(items or [0]),
@@ -100,7 +115,7 @@ class Decider:
             buffer(x for pair in ratios for x in pair),
             zeros(len(problem.groups) * (num_q + 2)),
             zeros((len(items) + 1) * num_q),
-            zeros(len(items) + 1),
+            self._forced,
             zeros(len(items) + 1),
             self.loads,
             self.mems,
@@ -129,16 +144,20 @@ class Decider:
     def attempt(self, limit: int, budget: int, node_limit: int) -> Attempt:
         """Decides, and where the rocks fit, packs the sand and repairs its packing towards `limit`.
 
-        Rocks are spread first, which leaves every rank room for sand; then packed tightly, which finds the
-        placements that need it. INFEASIBLE is a proof, also of the other order.
+        Rocks are spread first, which leaves every rank room for sand; where that gets lost, with few
+        splits, which leaves less to try; then packed tightly, which finds the placements that need it.
+        INFEASIBLE is a proof, whatever the order.
         """
-        spread = self._attempt(limit, budget, node_limit // 4, True)
-        if spread.status == INFEASIBLE or (spread.makespan_us or limit + 1) <= limit:
-            return spread
+        best = self._attempt(limit, budget, node_limit // 4, True)
+        if best.status == INFEASIBLE or best.meets(limit):
+            return best
+        fewest = int(self._forced[0])
+        for few in range(fewest, min(fewest + FEW_SPLITS, budget)):
+            best = best.better(self._attempt(limit, few, node_limit // 8, True))
+            if best.meets(limit):
+                return best
         tight = self._attempt(limit, budget, node_limit, False)
-        if tight.status == INFEASIBLE or spread.makespan_us is None:
-            return tight
-        return tight if (tight.makespan_us or spread.makespan_us) < spread.makespan_us else spread
+        return tight if tight.status == INFEASIBLE else best.better(tight)
 
     def _attempt(self, limit: int, budget: int, node_limit: int, spread: bool) -> Attempt:
         status = self.decide(limit, budget, node_limit, spread)
@@ -147,11 +166,10 @@ class Decider:
             if status != FEASIBLE:
                 break
             packed = self.sand.pack(limit, self.loads, self.mems)
-            if packed and self.sand.makespan_us < (best.makespan_us or 1 << 62):
-                best = Attempt(
-                    FEASIBLE, self.sand.makespan_us, tuple(sorted([*self._rocks(), *self.sand.cells()]))
-                )
-            if (best.makespan_us or limit + 1) <= limit:
+            if packed:
+                cells = tuple(sorted([*self._rocks(), *self.sand.cells()]))
+                best = best.better(Attempt(FEASIBLE, self.sand.makespan_us, cells))
+            if best.meets(limit):
                 break
             status = self.decide(limit, budget, node_limit, spread, resume=True)
         return best
@@ -166,6 +184,10 @@ class Decider:
         return [Cell(*key, count) for key, count in counts.items()]
 
 
+def _least_area(group: Group) -> int:
+    return min(c.area_us for c in group.choices)
+
+
 def _thrift(choice: Choice) -> tuple[int, int, int]:
     return choice.area_us, choice.config.degree, choice.memory_mib
 
@@ -174,10 +196,10 @@ def light_groups(problem: PlacementProblem, max_rocks: int) -> tuple[int, ...]:
     """Groups to treat as sand, dearest first: those below 2 % of the mean load each that fit whole, and
     whatever lies beyond `max_rocks` rocks."""
     groups = problem.groups
-    mean = sum(len(g) * min(c.area_us for c in g.choices) for g in groups) / problem.world_size
+    mean = sum(len(g) * _least_area(g) for g in groups) / problem.world_size
     sand: list[int] = []
     rocks = 0
-    for g in sorted(range(len(groups)), key=lambda g: (-min(c.area_us for c in groups[g].choices), g)):
+    for g in sorted(range(len(groups)), key=lambda g: (-_least_area(groups[g]), g)):
         whole = groups[g].whole
         light = whole is not None and LIGHT * whole.price_us < mean and len(groups[g]) > 1
         if whole is not None and (light or sand or rocks + len(groups[g]) > max_rocks):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from math import gcd
+
 from zellige_lightning.errors import PlanningError
 from zellige_lightning.planner.consolidate import consolidate
 from zellige_lightning.planner.pods import search_pods
@@ -16,6 +19,19 @@ CPSAT_LIMIT = 10.0  # deterministic time of the rescue by CP-SAT
 
 
 def solve_exact(problem: PlacementProblem, brief: Brief) -> Solution:
+    """`search_problem` in the largest common unit of all prices: rescaling them changes no placement."""
+    unit = gcd(*(c.price_us for g in problem.groups for c in g.choices))
+    if unit <= 1:
+        return search_problem(problem, brief)
+    groups = (
+        replace(g, choices=tuple(replace(c, price_us=c.price_us // unit) for c in g.choices))
+        for g in problem.groups
+    )
+    solution = search_problem(replace(problem, groups=tuple(groups)), brief)
+    return replace(solution, bound_us=solution.bound_us * unit)
+
+
+def search_problem(problem: PlacementProblem, brief: Brief) -> Solution:
     """Makespan first, then fewest splits within epsilon, then fewest distinct rank sets.
 
     Where the search finds no placement and no proof that there is none (memory so tight that light

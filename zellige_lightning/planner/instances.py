@@ -51,7 +51,8 @@ def _integer(value: Any, name: str, low: int = 1) -> int:
 
 
 def _choice(option: Mapping[str, Any], topology: Topology) -> Choice:
-    config = ParallelConfig(*(_integer(x, "config") for x in option["config"]))
+    q, h, k = (_integer(x, "config") for x in option["config"])
+    config = ParallelConfig(q, h, k)
     time, memory = _integer(option["time"], "time"), _integer(option["memory"], "memory", 0)
     return Choice(config, time, memory, _rank_sets(option["rank_sets"], config.degree, topology))
 

@@ -13,8 +13,9 @@ from zellige_lightning.planner.problem import Cell, PlacementProblem
 from zellige_lightning.planner.search_kernel import INFEASIBLE
 from zellige_lightning.planner.solution import num_splits
 
-MOST_ROCKS = 256  # unless more sequences cannot be whole
-MOST_REFINED = 40  # rocks up to which the dearest sand may join them when the gap stays open
+LEAST_NODES = 400  # of a decision while there is no placement at all
+FIRST_ROCKS = 20  # rocks to begin with, unless more sequences cannot be whole
+MOST_ROCKS = 64  # rocks up to which the dearest sand may join them while the gap is open
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class ExactSearch:
 
     def solve(self) -> SearchResult:
         """Never raises for a hard problem; the result says what is proven."""
-        sand = light_groups(self.problem, MOST_ROCKS)
+        sand = light_groups(self.problem, FIRST_ROCKS)
         while True:
             decider = Decider(self.problem, sand)
             if self._bisect(decider):
@@ -92,13 +93,18 @@ class ExactSearch:
         """Whether the dearest sand is few enough to be placed one by one."""
         groups = self.problem.groups
         rocks = sum(len(g) for n, g in enumerate(groups) if n not in sand)
-        return bool(sand) and rocks + len(groups[sand[0]]) <= MOST_REFINED
+        return bool(sand) and rocks + len(groups[sand[0]]) <= MOST_ROCKS
 
-    def _attempt(self, decider: Decider, target: int, budget: int) -> Attempt:
-        """One decision within what is left of the nodes."""
+    def _attempt(self, decider: Decider, target: int, budget: int, limit: int) -> Attempt:
+        """One decision. Without a split budget, a better placement and a proof are remembered."""
         decider.nodes = 0
-        answer = decider.attempt(target, budget, min(self.node_limit, self.node_budget - self.nodes))
+        answer = decider.attempt(target, budget, limit)
         self.nodes += decider.nodes
+        if budget == NO_BUDGET:
+            if answer.makespan_us is not None and (self.best is None or answer.makespan_us < self.best[0]):
+                self.best = answer.makespan_us, answer.cells
+            if answer.status == INFEASIBLE:
+                self.bound_us = max(self.bound_us, target + 1)
         return answer
 
     def _root_bound(self, decider: Decider, horizon: int) -> int | None:
@@ -127,26 +133,32 @@ class ExactSearch:
         if root is None:
             return True
         self.bound_us = max(self.bound_us, root)
-        low, step = self.bound_us, max(1, self.bound_us // 2048)  # targets below `low` are proven or too hard
         tolerance = self._slack(4) if decider.light else 0
-        target = low
-        while self.best is None or self.best[0] > max(self.bound_us, low) + tolerance:
-            if self.nodes >= self.node_budget:
+        limit, step = self.node_limit // 16, max(1, self.bound_us // 2048)
+        target = self.bound_us
+        while self.best is None:  # upwards in growing steps, hard targets left early
+            answer = self._attempt(decider, target, NO_BUDGET, max(limit, LEAST_NODES))
+            if answer.status == INFEASIBLE and target >= horizon:
+                return True
+            if answer.makespan_us is None and target >= horizon:
                 return False
-            answer = self._attempt(decider, target, NO_BUDGET)
-            if answer.makespan_us is not None and (self.best is None or answer.makespan_us < self.best[0]):
-                self.best = answer.makespan_us, answer.cells
-            if answer.status == INFEASIBLE:
-                self.bound_us = max(self.bound_us, target + 1)
-            if answer.makespan_us is None or answer.makespan_us > target:
-                if target >= horizon:
-                    return answer.status == INFEASIBLE
-                low = target + 1
-            if self.best is None:
-                target, step = min(low + step, horizon), 2 * step
-            else:
-                target = (low + self.best[0] - 1) // 2
+            target, step = min(target + step, horizon), 2 * step
+        while self.best[0] > self.bound_us + tolerance and self.nodes < self.node_budget:
+            limit = min(4 * limit, self.node_limit)
+            self._close(decider, tolerance, limit)
+            if limit == self.node_limit:
+                break
         return False
+
+    def _close(self, decider: Decider, tolerance: int, limit: int) -> None:
+        """One bisection between the bound and the best makespan; too hard targets are passed over."""
+        assert self.best is not None
+        low = self.bound_us
+        while self.best[0] > max(self.bound_us, low) + tolerance and self.nodes < self.node_budget:
+            target = (low + self.best[0] - 1) // 2
+            answer = self._attempt(decider, target, NO_BUDGET, limit)
+            if answer.makespan_us is None or answer.makespan_us > target:
+                low = target + 1
 
     def _fewest_splits(self, decider: Decider) -> int:
         """Fewest splits within epsilon of the bound (of the best makespan where that is further away).
@@ -155,7 +167,7 @@ class ExactSearch:
         limit = max(self.best[0], self.bound_us + self._slack(1))
         proven, all_proven = 0, True
         for budget in range(num_splits(self.best[1])):
-            answer = self._attempt(decider, limit, budget)
+            answer = self._attempt(decider, limit, budget, self.node_limit)
             if answer.makespan_us is not None and answer.makespan_us <= limit:
                 self.best = answer.makespan_us, answer.cells
                 return proven
