@@ -13,11 +13,10 @@ from torch import Tensor, nn
 
 from tests.recipes.packing import block_diagonal
 from zellige_lightning.datamodule import local_batch
-from zellige_lightning.errors import ConfigError, DataError
+from zellige_lightning.errors import ConfigError
 from zellige_lightning.placement import Bucket, GlobalBatch, Sequence
 from zellige_lightning.recipes.wan21.demo_data import DemoDataModule
 from zellige_lightning.recipes.wan21.demo_media import CLIPS, HELD_OUT_IMAGES, HELD_OUT_TIME, TRAIN_IMAGES
-from zellige_lightning.recipes.wan21.evaluation import evaluate
 from zellige_lightning.recipes.wan21.flow import FlowMatching
 from zellige_lightning.recipes.wan21.module import WanModule
 from zellige_lightning.recipes.wan21.patchify import pixel_shape
@@ -102,13 +101,24 @@ def batches(data: DemoDataModule, count: int) -> Iterator[GlobalBatch]:
                 return
 
 
+@torch.no_grad()
+def held_out_losses(module: WanModule, data: DemoDataModule) -> tuple[list[float], list[float]]:
+    """Loss of each held-out image and of each held-out video, one fixed draw each."""
+    losses: tuple[list[float], list[float]] = [], []
+    flow = module.flow.for_evaluation(0)
+    for s in held_out(data):
+        alone = local_batch(GlobalBatch.of(0, 0, [(s.key, s.bucket)]), data.store("held_out"))
+        losses[s.bucket.is_video].append(module.per_token_loss(alone, flow, 0).mean().item())
+    return losses
+
+
 def test_images_and_videos_are_both_learnt(data: DemoDataModule, monkeypatch: pytest.MonkeyPatch) -> None:
     """Measured: 50 steps lower the loss of held-out images by 49 % and of videos by 53 %."""
     torch.manual_seed(0)
     module = WanModule("tiny", lr=2e-3, warmup_steps=10)
     monkeypatch.setattr(module, "log", lambda *args, **kwargs: None)
-    before = evaluate(module.model, data.store("held_out"), held_out(data), draws=1, seed=0)
-    assert min(before.num_images, before.num_videos) >= 32
+    before = held_out_losses(module, data)
+    assert min(map(len, before)) >= 32
     configured = module.configure_optimizers()
     optimizer, schedule = configured["optimizer"], configured["lr_scheduler"]["scheduler"]
     for batch in batches(data, 40):
@@ -119,22 +129,8 @@ def test_images_and_videos_are_both_learnt(data: DemoDataModule, monkeypatch: py
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-    after = evaluate(module.model, data.store("held_out"), held_out(data), draws=1, seed=0)
-    assert after.image < 0.7 * before.image
-    assert after.video < 0.7 * before.video
-
-
-def test_evaluation_repeats_and_needs_both_kinds(data: DemoDataModule) -> None:
-    torch.manual_seed(0)
-    model = WanModule("tiny").model
-    nn.init.normal_(model.head.head.weight, std=0.1)
-    some = [s for s in held_out(data) if s.num_tokens < 300]
-    first, again, other = (evaluate(model, data.store("held_out"), some, 2, seed) for seed in (0, 0, 1))
-    assert first == again
-    assert first.image != other.image
-    assert first.num_images == 2 * sum(not s.bucket.is_video for s in some)
-    with pytest.raises(DataError, match="needs images and videos"):
-        evaluate(model, data.store("held_out"), some[:1], 1, 0)
+    for mine, first in zip(held_out_losses(module, data), before, strict=True):
+        assert sum(mine) < 0.7 * sum(first)
 
 
 class Oracle(nn.Module):
