@@ -1,9 +1,10 @@
-"""One attention for every (q, h, k) (paper, Sec. IV-A and Table II): a head all-to-all over h, an all-gather of K/V
-over q, a ring over k, and the inverse all-to-all; each skipped at degree 1.
+"""One attention for every (q, h, k) (paper, Sec. IV-A and Table II): a head all-to-all over h, an
+all-gather of K/V over q, a ring over k, and the inverse all-to-all; each skipped at degree 1.
 
-Shapes: t = local tokens, H = heads, D = head dim, Hh = H/h, Lq = query rows and Lk = key rows after the exchanges.
-Functions are generators that yield while an exchange is in flight, so that the engine can compute something else
-meanwhile. Every participant issues the same exchanges in the same order, also with no rows to send.
+Shapes: t = local tokens, H = heads, D = head dim, Hh = H/h, Lq = query rows and Lk = key rows after the
+exchanges. Functions are generators that yield while an exchange is in flight, so that the engine can
+compute something else meanwhile. Every participant issues the same exchanges in the same order, also with
+no rows to send.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ import torch
 from torch import Tensor
 
 from zellige_lightning.engine.collectives import Counters, Exchange, GroupTransport
-from zellige_lightning.engine.kernels import (
-    PackedLengths,
-    accumulation_dtype,
-    attention_backward,
-    attention_forward,
-)
+from zellige_lightning.engine.kernels import attention_backward, attention_forward
 from zellige_lightning.engine.layout import BlockLayout, Rows
+from zellige_lightning.engine.packing import PackedLengths, accumulation_dtype
 from zellige_lightning.placement.schedule import Block
 
 InFlight = Generator[None, None, tuple[Tensor, ...]]
+
+# Received rows start at multiples of it: GPU kernels load 16 bytes at a time, and the last bit of a CPU
+# matrix product depends on the alignment.
+ALIGNMENT_BYTES = 16
 
 
 class WholePack:
@@ -83,7 +84,7 @@ class SplitAttention:
             gradients = yield from self._gather_heads(gradients)
         return gradients.split(dim, dim=-1)
 
-    # ---- the head axis: Ulysses -----------------------------------------------------------------------------
+    # ---- the head axis: Ulysses ----
 
     def _scatter_heads(self, tensors: tuple[Tensor, ...]) -> InFlight:
         """Each [t, H, X] -> [Lq, Hh, X], in one exchange. Rows become contiguous by sequence."""
@@ -92,13 +93,14 @@ class SplitAttention:
             return tensors
         widths = [x.shape[-1] for x in tensors]
         tokens, heads = tensors[0].shape[:2]
-        send = tensors[0].new_empty((h, tokens, heads // h, sum(widths)))
-        for part, x in zip(send.split(widths, dim=-1), tensors, strict=True):
+        spare = -sum(widths) % (ALIGNMENT_BYTES // tensors[0].element_size())
+        send = tensors[0].new_empty((h, tokens, heads // h, sum(widths) + spare))
+        for part, x in zip(send.split([*widths, spare], dim=-1), tensors, strict=False):
             part.copy_(x.unflatten(1, (h, heads // h)).transpose(0, 1))
         received = yield from self._exchange(send.flatten(0, 1), self.layout.scatter_heads(), "ulysses")
         if len(self._queries.lengths) > 1:
             received = received.index_select(0, self._member_index(received.device)[0])
-        return received.split(widths, dim=-1)
+        return received.split([*widths, spare], dim=-1)[:-1]
 
     def _gather_heads(self, x: Tensor) -> Generator[None, None, Tensor]:
         """[Lq, Hh, X] -> [t, H, X]."""
@@ -116,7 +118,7 @@ class SplitAttention:
             self._members[device] = order.to(device), torch.argsort(order).to(device)
         return self._members[device]
 
-    # ---- the query axis: all-gather of K/V ------------------------------------------------------------------
+    # ---- the query axis: all-gather of K/V ----
 
     def _gather_keys(self, k: Tensor, v: Tensor) -> Generator[None, None, Tensor]:
         """k, v [Lq, Hh, D] -> packed K/V [Lk, Hh, 2D] of this position's ring block."""
@@ -127,17 +129,17 @@ class SplitAttention:
         return (yield from self._exchange(send, self.layout.gather_keys(), "all_gather"))
 
     def _reduce_keys(self, dkv: Tensor) -> Generator[None, None, Tensor]:
-        """Partial dK/dV [Lk, Hh, 2D] of all query peers -> their sum for own keys, in the accumulation dtype."""
+        """Partial dK/dV [Lk, Hh, 2D] of all query peers -> their sum for own keys, not rounded before."""
         if self._config.q == 1:
             return dkv
         parts = yield from self._exchange(dkv.contiguous(), self.layout.reduce_keys(), "reduce_scatter")
         return parts.unflatten(0, (self._config.q, -1)).sum(0)
 
-    # ---- the key/value axis: ring ---------------------------------------------------------------------------
+    # ---- the key/value axis: ring ----
 
     def _ring_forward(self, q: Tensor, kv: Tensor, scale: float) -> InFlight:
         """q [Lq, Hh, D], packed K/V [Lk, Hh, 2D] -> out, lse over all keys, in the accumulation dtype."""
-        out = lse = None
+        merged: tuple[Tensor, Tensor] | None = None
         for hop in range(self._config.k):
             following = self._ring_send(kv, hop, "ring") if hop + 1 < self._config.k else None
             if following is not None:
@@ -145,13 +147,14 @@ class SplitAttention:
             keys = self._key_lengths(hop)
             if keys.total and q.shape[0]:
                 self._counters.kernel_calls["forward"] += 1
-                part = attention_forward(q, *kv.split(q.shape[-1], dim=-1), self._queries, keys, scale)
-                out, lse = part if out is None else _merge(out, lse, *part)
+                key, value = kv.split(q.shape[-1], dim=-1)
+                part = attention_forward(q, key, value, self._queries, keys, scale)
+                merged = part if merged is None else _merge(*merged, *part)
             if following is not None:
                 kv = following.wait()
-        if out is None or lse is None:  # this position has no query
+        if merged is None:  # this position has no query
             return q.new_zeros(q.shape), q.new_zeros(q.shape[:2], dtype=accumulation_dtype(q.dtype))
-        return out, lse
+        return merged
 
     def _ring_backward(
         self, dout: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, scale: float
@@ -167,14 +170,15 @@ class SplitAttention:
             following = self._ring_send(kv, hop, "ring") if hop + 1 < self._config.k else None
             if following is not None:
                 yield
-            dkv = torch.zeros(kv.shape, dtype=dtype, device=kv.device)
             if kv.shape[0] and q.shape[0]:
                 self._counters.kernel_calls["backward"] += 1
                 key, value = kv.split(q.shape[-1], dim=-1)
                 lengths = self._queries, self._key_lengths(hop)
                 part_q, *part_kv = attention_backward(dout, q, key, value, out, lse, *lengths, scale)
                 dq += part_q
-                torch.cat(part_kv, dim=-1, out=dkv) if dkv.dtype == q.dtype else dkv.copy_(torch.cat(part_kv, -1))
+                dkv = torch.cat(part_kv, dim=-1).to(dtype)
+            else:
+                dkv = torch.zeros(kv.shape, dtype=dtype, device=kv.device)
             if arriving is not None:
                 dkv += arriving.wait()
             if self._config.k > 1:
@@ -195,7 +199,7 @@ class SplitAttention:
     def _ring_send(self, rows: Tensor, hop: int, kind: str) -> Exchange:
         return self._start(rows, self.layout.ring_hop(hop), kind)
 
-    # ---- transport ------------------------------------------------------------------------------------------
+    # ---- transport ----
 
     def _exchange(self, send: Tensor, rows: tuple[Rows, Rows], kind: str) -> Generator[None, None, Tensor]:
         exchange = self._start(send, rows, kind)
@@ -207,14 +211,14 @@ class SplitAttention:
 
 
 def _merge(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over the union of two key sets, from the results over each (paper, Sec. II-B, ring attention)."""
+    """Attention over the union of two key sets, from the results over each (ring attention, Sec. II-B)."""
     weight = torch.sigmoid(part_lse - lse)[..., None]
     out = out.to(lse.dtype)
     return out - weight * (out - part_out), torch.logaddexp(lse, part_lse)
 
 
 def _as_columns(lse: Tensor, dtype: torch.dtype) -> Tensor:
-    """[..] in the accumulation dtype -> [.., c] of `dtype` with the same bytes, to ride in a packed exchange."""
+    """[..] in the accumulation dtype -> [.., c] of `dtype`, the same bytes, to ride in a packed exchange."""
     return lse.contiguous()[..., None].view(dtype)
 
 

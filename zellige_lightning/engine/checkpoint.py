@@ -1,9 +1,10 @@
 """Activation checkpointing that is safe around split attention.
 
-Recomputation starts when the first saved tensor of a region is unpacked. Where that tensor lies inside the engine,
-which one it is depends on the local mix of segments, and the collectives of two ranks pair up wrongly: a hang, or
-wrong gradients without an error. So each region ends, on every rank, with a tiny operation that saves a tensor:
-recomputation then always starts there, at the same place of everybody's backward.
+Recomputation starts when the first saved tensor of a region is unpacked. Where that tensor lies inside the
+engine, which one it is depends on the local mix of segments, and the collectives of two ranks pair up
+wrongly: a hang, or wrong gradients without an error. So each region ends, on every rank, with a tiny
+operation that saves a tensor: recomputation then always starts there, at the same place of everybody's
+backward.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ class _RecomputeHere(torch.autograd.Function):
     """Identity whose backward unpacks a saved tensor, which triggers the recomputation of the region."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x.new_empty(0))
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, dout: Tensor) -> Tensor:
         ctx.saved_tensors  # noqa: B018 - unpacking is the purpose
         return dout
 
@@ -49,7 +50,7 @@ def checkpoint(
     engine = engine or current_engine()
 
     def region(*inputs: Any) -> Tensor:
-        return _RecomputeHere.apply(function(*inputs))  # type: ignore[no-any-return,no-untyped-call]
+        return _RecomputeHere.apply(function(*inputs))
 
     options: dict[str, Any] = {"context_fn": engine.checkpoint_contexts} if engine is not None else {}
-    return torch.utils.checkpoint.checkpoint(region, *args, use_reentrant=False, **options)  # type: ignore[no-any-return]
+    return torch.utils.checkpoint.checkpoint(region, *args, use_reentrant=False, **options)

@@ -1,8 +1,8 @@
 """The one primitive that all split attention is made of: an uneven all-to-all inside a rank set.
 
-Ulysses sends head slices, an all-gather replicates its send, a ring hop sends to one neighbour, a reduce-scatter is
-an exchange and a local sum in the accumulation dtype. All sizes come from the plan on the host, so that no size is
-ever exchanged and no kernel is waited for.
+Ulysses sends head slices, an all-gather replicates its send, a ring hop sends to one neighbour, a
+reduce-scatter is an exchange and a local sum in the accumulation dtype. All sizes come from the plan on
+the host, so that no size is ever exchanged and no kernel is waited for.
 """
 
 from __future__ import annotations
@@ -86,7 +86,9 @@ class GroupTransport:
             EngineError: a buffer that is not contiguous (gloo would corrupt it silently) or of another size.
         """
         if not send.is_contiguous() or send.shape[0] != sum(send_rows):
-            raise EngineError(f"{kind}: send buffer {tuple(send.shape)} does not hold {sum(send_rows)} dense rows")
+            raise EngineError(
+                f"{kind}: send buffer {tuple(send.shape)} does not hold {sum(send_rows)} dense rows"
+            )
         width = math.prod(send.shape[1:])
         received = send.new_empty((sum(receive_rows), *send.shape[1:]))
         self._counters.exchanges[kind] += 1
@@ -109,4 +111,3 @@ class GroupTransport:
         except RuntimeError as error:
             raise CollectiveError(f"{describe()} failed: {error}") from error
         return Exchange(work, send, received, describe)
-

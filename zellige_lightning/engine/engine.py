@@ -1,4 +1,4 @@
-"""The Coalesced Attention Engine (paper, Sec. IV-D): whole sequences next to shards, as one autograd node per call.
+"""The Coalesced Attention Engine (paper, Sec. IV-D): whole sequences next to shards, in one autograd node.
 
 One node per call makes the order of collectives in backward ours: with one node per segment, autograd's order
 depends on the local mix of segments, and two ranks silently swap gradients.
@@ -19,12 +19,13 @@ from torch import Tensor
 from zellige_lightning.engine.attention import InFlight, SplitAttention, WholePack
 from zellige_lightning.engine.collectives import Counters, GroupTransport
 from zellige_lightning.engine.groups import ProcessGroupCache
-from zellige_lightning.engine.kernels import accumulation_dtype
+from zellige_lightning.engine.packing import accumulation_dtype
 from zellige_lightning.errors import EngineError
 from zellige_lightning.placement import RankSchedule
 
 _handles = itertools.count()
-# Custom operators take no objects: they find their engine by name. Weak, so that a finished run frees its engine.
+# Custom operators take no objects: they find their engine by name. Weak, so that a finished run frees its
+# engine.
 _engines: weakref.WeakValueDictionary[str, CoalescedAttentionEngine] = weakref.WeakValueDictionary()
 
 
@@ -116,7 +117,8 @@ class CoalescedAttentionEngine:
         """
         schedule_id = self._require_current()
         self._check(q, k, v)
-        out, _ = _attention(q, k, v, schedule_id, scale or q.shape[-1] ** -0.5, self.handle)
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        out, _ = _attention(q, k, v, schedule_id, scale, self.handle)
         return out
 
     def _check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -125,7 +127,12 @@ class CoalescedAttentionEngine:
             raise EngineError(
                 f"self-attention got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)};"
                 f" this rank is planned to hold {schedule.num_tokens} tokens",
-                fix="pass [T, H, D] tensors of this rank's packed tokens; repeat grouped key/value heads first",
+                fix="pass this rank's packed tokens as [T, H, D]; repeat grouped key/value heads first",
+            )
+        if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
+            raise EngineError(
+                f"self-attention got dtypes {q.dtype}, {k.dtype}, {v.dtype}",
+                fix="cast them to one floating dtype",
             )
         heads = q.shape[1]
         for block in schedule.blocks:
@@ -154,7 +161,8 @@ class CoalescedAttentionEngine:
             ) from None
 
     def checkpoint_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """(forward, recompute) contexts for `torch.utils.checkpoint`: recompute under the schedule of forward."""
+        """(forward, recompute) contexts for `torch.utils.checkpoint`: recompute under the schedule of
+        forward."""
         at_forward = self._current
 
         @contextmanager
@@ -167,7 +175,9 @@ class CoalescedAttentionEngine:
 
         return nullcontext(), recompute()
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, schedule_id: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, schedule_id: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
         """out `[T, H, D]`, lse `[T, H]`."""
         lowered = self._find(schedule_id)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -195,7 +205,7 @@ class CoalescedAttentionEngine:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv `[T, H, D]`."""
         lowered = self._find(schedule_id)
-        gradients = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
 
         def split(attention: SplitAttention, rows: slice) -> InFlight:
             return attention.backward(dout[rows], q[rows], k[rows], v[rows], out[rows], lse[rows], scale)
@@ -203,8 +213,8 @@ class CoalescedAttentionEngine:
         def whole(attention: WholePack, rows: slice) -> tuple[Tensor, ...]:
             return attention.backward(dout[rows], q[rows], k[rows], v[rows], out[rows], lse[rows], scale)
 
-        self._run(lowered, split, whole, gradients)
-        return gradients
+        self._run(lowered, split, whole, (dq, dk, dv))
+        return dq, dk, dv
 
     @staticmethod
     def _run(
@@ -290,9 +300,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _differentiate(ctx: Any, dout: Tensor, dlse: Tensor | None) -> tuple[Any, ...]:
     q, k, v, out, lse, schedule_id = ctx.saved_tensors
-    gradients = _attention_backward(
-        dout.contiguous(), q, k, v, out, lse, schedule_id, ctx.scale, ctx.handle
-    )
+    gradients = _attention_backward(dout.contiguous(), q, k, v, out, lse, schedule_id, ctx.scale, ctx.handle)
     return *gradients, None, None, None
 
 

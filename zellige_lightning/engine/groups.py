@@ -14,8 +14,9 @@ from zellige_lightning.errors import EngineError
 class ProcessGroupCache:
     """One process group per rank set of the legal family.
 
-    `new_group` is called by all ranks in one sorted order, since it is a collective of the world, and always with a
-    timeout, since sub-groups do not inherit one. No group of one rank is made: it would cost a communicator.
+    `new_group` is called by all ranks in one sorted order, since it is a collective of the world, and
+    always with a timeout, since sub-groups do not inherit one. No group of one rank is made: it would cost
+    a communicator.
 
     Args:
         timeout: of every collective of these groups.
@@ -34,8 +35,7 @@ class ProcessGroupCache:
         return frozenset(self._groups)
 
     def prepare(self, rank_sets: Iterable[tuple[int, ...]]) -> None:
-        """Make the missing groups. A collective: all ranks of the world call it with the same sets.
-        """
+        """Make the missing groups. A collective: all ranks of the world call it with the same sets."""
         wanted = {ranks for ranks in rank_sets if len(ranks) > 1} - set(self._groups)
         rank = dist.get_rank()
         for ranks in sorted(wanted, key=lambda r: (-len(r), r)):

@@ -1,7 +1,8 @@
 """Who sends how many rows to whom in a block: counts only, so that they can be checked without processes.
 
-Coordinates of position p in a rank set are (iq, ik, ih) with ih fastest, p = (iq*k + ik)*h + ih. The h positions of
-one (iq, ik) form a *super-shard*: after the head exchange each of them holds all its tokens for H/h heads.
+Coordinates of position p in a rank set are (iq, ik, ih) with ih fastest, p = (iq*k + ik)*h + ih. The h
+positions of one (iq, ik) form a *super-shard*: after the head exchange each of them holds all its tokens
+for H/h heads.
 """
 
 from __future__ import annotations
@@ -29,13 +30,18 @@ class BlockLayout:
     def coordinates(self) -> tuple[int, int, int]:
         """(iq, ik, ih) of this position."""
         config = self.block.config
-        return self.position // (config.k * config.h), self.position // config.h % config.k, self.position % config.h
+        return (
+            self.position // (config.k * config.h),
+            self.position // config.h % config.k,
+            self.position % config.h,
+        )
 
     @cached_property
     def rows(self) -> Rows:
         """Local tokens of each position, over all segments of the block."""
         return tuple(
-            sum(len(shard(s.num_tokens, p, self.degree)) for s in self.block.segments) for p in range(self.degree)
+            sum(len(shard(s.num_tokens, p, self.degree)) for s in self.block.segments)
+            for p in range(self.degree)
         )
 
     def super_shard_rows(self, iq: int, ik: int) -> int:
@@ -105,8 +111,8 @@ class BlockLayout:
         )
 
     def member_pieces(self) -> list[tuple[int, int]]:
-        """For each segment and then each head peer, the (start, stop) of its tokens in received rows, which come
-        peer by peer: the order that makes sequences contiguous."""
+        """For each segment and then each head peer, the (start, stop) of its tokens in received rows,
+        which come peer by peer: the order that makes sequences contiguous."""
         starts, total = {}, 0
         for p in range(self.degree):
             for i, segment in enumerate(self.block.segments):

@@ -1,4 +1,5 @@
-"""Sends the scaled_dot_product_attention calls of chosen modules to the engine, without touching their code."""
+"""Sends the scaled_dot_product_attention calls of chosen modules to the engine, without touching their
+code."""
 
 from __future__ import annotations
 
@@ -37,10 +38,11 @@ def engine_of_step(engine: CoalescedAttentionEngine) -> Iterator[None]:
 
 
 class AttentionRouter:
-    """Answers the attention calls inside the attached modules while `attention` is set; else leaves them alone.
+    """Answers the attention calls inside the attached modules while `attention` is set; else leaves them
+    alone.
 
-    It works through forward hooks and a torch function mode, so that copies of a module (EMA, profiling) and the
-    recomputation of a checkpointed region are routed as well, and no parameter or name changes.
+    It works through forward hooks and a torch function mode, so that copies of a module (EMA, profiling)
+    and the recomputation of a checkpointed region are routed as well, and no parameter or name changes.
     """
 
     def __init__(self) -> None:
@@ -110,7 +112,7 @@ class _Route(TorchFunctionMode):
             raise EngineError(
                 f"module {self._name!r} calls attention with query {tuple(query.shape)} and key"
                 f" {tuple(key.shape)}, not self-attention over [1, H, T, D] packed tokens",
-                fix="match only self-attention modules in `coalesced_attention`, and pack tokens without a batch axis",
+                fix="match only self-attention modules in `coalesced_attention`, and pack the tokens",
             )
         if enable_gqa:
             repeats = query.shape[1] // key.shape[1]
