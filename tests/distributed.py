@@ -21,7 +21,9 @@ import torch
 import torch.distributed as dist
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "lightning.pytorch", "zellige_lightning.strategy"])
+_context.set_forkserver_preload(
+    ["torch", "torch.distributed", "lightning.pytorch", "zellige_lightning.strategy", "zellige_lightning.planner.paper"]
+)
 
 
 @dataclass

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence as Rows
+from collections.abc import Callable, Iterator, Mapping, Sequence as Rows
 from typing import Any
 
 from lightning.pytorch import LightningDataModule
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 from zellige_lightning.batch import RankBatch, materialize
@@ -58,6 +60,11 @@ class ZelligeDataModule(LightningDataModule):
         self._seed, self._loss_reduction = seed, loss_reduction
         self._describe, self._tokenize = describe, tokenize
         self._train_loader: GlobalBatchLoader | None = None
+        self._handed_out = False
+        # Lightning prefers a data module's hook to the model's, so it must only see those that are really there.
+        for hook in ("transfer_batch_to_device", "on_after_batch_transfer"):
+            if is_overridden(hook, datamodule, LightningDataModule):
+                setattr(self, hook, getattr(datamodule, hook))
         self.prepare_data_per_node = datamodule.prepare_data_per_node
         self.allow_zero_length_dataloader_with_multiple_devices = (
             datamodule.allow_zero_length_dataloader_with_multiple_devices
@@ -66,13 +73,19 @@ class ZelligeDataModule(LightningDataModule):
     # ---- batches --------------------------------------------------------------------------------------------
 
     def training_loader(self) -> GlobalBatchLoader:
-        """The loader of the training samples; made once per fit."""
+        """The loader of the training samples."""
         if self._train_loader is None:
             self._train_loader = self._loader(self.inner.train_dataloader(), training=True)
+            self._handed_out = False
         return self._train_loader
 
     def train_dataloader(self) -> GlobalBatchLoader:
-        return self.training_loader()
+        """Asked again within a fit, it asks the wrapped module again (`reload_dataloaders_every_n_epochs`)."""
+        if self._handed_out:
+            self._train_loader = None
+        loader = self.training_loader()
+        self._handed_out = True
+        return loader
 
     def val_dataloader(self) -> Any:
         return self._evaluation(self.inner.val_dataloader)
@@ -87,16 +100,18 @@ class ZelligeDataModule(LightningDataModule):
         """A planned batch becomes this rank's `RankBatch`; anything else passes as it came."""
         if isinstance(batch, PendingStep):
             batch = self._strategy().take(batch)
+        elif isinstance(batch, LocalStep):
+            batch = batch.read(self.trainer.precision_plugin if self.trainer is not None else Precision())
         elif isinstance(batch, GlobalBatch):
             raise ConfigError(
                 "a global batch arrived without a plan",
                 fix='train with Trainer(strategy="zellige"); other strategies cannot place sequences',
                 step=batch.step,
             )
+        hook = "on_before_batch_transfer"
         model = self.trainer.lightning_module if self.trainer is not None else None
-        if model is not None:  # Lightning calls only one of both hooks, the data module's
-            batch = type(model).on_before_batch_transfer(model, batch, dataloader_idx)
-        return batch
+        owner = self.inner if model is None or is_overridden(hook, self.inner, LightningDataModule) else model
+        return type(owner).on_before_batch_transfer(owner, batch, dataloader_idx)  # type: ignore[arg-type]
 
     def _strategy(self) -> Any:
         from zellige_lightning.strategy import ZelligeStrategy
@@ -132,15 +147,18 @@ class ZelligeDataModule(LightningDataModule):
         )
 
     def _evaluation(self, dataloaders: Callable[[], Any]) -> Any:
-        """Whole sequences, dealt to the ranks: nothing is split, so ranks may hold unequally many."""
+        """Whole sequences, dealt to the ranks."""
         try:
             inner = dataloaders()
         except MisconfigurationException:  # the wrapped module has none of that kind
             return []
-        if inner is None or (isinstance(inner, list) and not inner):
-            return []
+        if isinstance(inner, list | tuple):
+            return [self._share(loader) for loader in inner]
+        return [] if inner is None else self._share(inner)
+
+    def _share(self, dataloader: Any) -> EvaluationLoader:
         rank, world_size = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
-        return EvaluationLoader(self._loader(inner, training=False), rank, world_size)
+        return EvaluationLoader(self._loader(dataloader, training=False), rank, world_size)
 
     # ---- everything else is the wrapped module's ------------------------------------------------------------
 
@@ -165,26 +183,50 @@ class ZelligeDataModule(LightningDataModule):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.inner.load_state_dict(state_dict)
 
-    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
-        return self.inner.transfer_batch_to_device(batch, device, dataloader_idx)
 
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        return self.inner.on_after_batch_transfer(batch, dataloader_idx)
+class LocalStep:
+    """What an `EvaluationLoader` yields: a batch of whole sequences that is read in the hook, past the half-precision
+    plugins, which would cast its loss weights."""
+
+    def __init__(self, batch: GlobalBatch, loader: GlobalBatchLoader) -> None:
+        self.batch, self._loader = batch, loader
+
+    def read(self, precision: Precision) -> RankBatch:
+        """Its tokens, in the precision of the run."""
+        batch = local_batch(self.batch, self._loader.source, self._loader.loss_reduction)
+        batch.tokens = precision.convert_input(batch.tokens)
+        batch.context = precision.convert_input(batch.context)
+        return batch
 
 
 class EvaluationLoader:
-    """This rank's share of the evaluation batches, as whole-sequence `RankBatch`es."""
+    """This rank's share of the evaluation batches. Nothing is split; all ranks have equally many batches, so that
+    none waits for another in a synchronized metric."""
 
     def __init__(self, loader: GlobalBatchLoader, rank: int, world_size: int) -> None:
         self.loader = loader
-        self._batches = loader.epoch_batches(0, window=1, limit=len(loader))[rank::world_size]
+        batches = loader.epoch_batches(0, window=1, limit=len(loader))
+        self._batches = _even_out(batches, world_size)[rank::world_size]
 
     def __len__(self) -> int:
         return len(self._batches)
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[LocalStep]:
         for batch in self._batches:
-            yield local_batch(batch, self.loader.source, self.loader.loss_reduction)
+            yield LocalStep(batch, self.loader)
+
+
+def _even_out(batches: list[GlobalBatch], multiple: int) -> list[GlobalBatch]:
+    """The same sequences in a number of batches that `multiple` divides: large batches are halved; once all hold a
+    single sequence, empty ones are added."""
+    keys = [[(s.key, s.bucket) for s in batch.sequences] for batch in batches]
+    while len(keys) % multiple:
+        largest = max(range(len(keys)), key=lambda i: len(keys[i]))
+        items = keys[largest]
+        half = (len(items) + 1) // 2
+        keys[largest] = items[:half]
+        keys.append(items[half:])
+    return [GlobalBatch.of(step, 0, items) for step, items in enumerate(keys)]
 
 
 def local_batch(batch: GlobalBatch, source: TokenSource, loss_reduction: str = "sequence") -> RankBatch:

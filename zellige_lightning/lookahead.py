@@ -120,7 +120,7 @@ class Background:
         self._jobs.put((future, job))
         return future
 
-    def close(self, timeout_s: float) -> None:
+    def close(self, timeout_s: float | None) -> None:
         """Let the jobs that were handed in finish, then end the thread."""
         self._jobs.put(None)
         self._thread.join(timeout_s)
@@ -134,17 +134,21 @@ class Background:
                 future.set_exception(error)
 
 
-@dataclass
 class PendingStep:
-    """What the loader yields: a step that may still be in preparation."""
+    """What the loader yields: a step that may still be in preparation. Not a dataclass: a half-precision plugin would
+    walk into its fields.
 
-    batch: GlobalBatch
-    future: Future[PlannedStep]
+    Args:
+        opens_window: whether an optimizer step begins with this batch.
+    """
+
+    def __init__(self, batch: GlobalBatch, future: Future[PlannedStep], opens_window: bool) -> None:
+        self.batch, self.opens_window, self._future = batch, opens_window, future
 
     def take(self) -> PlannedStep:
         """Wait until it is ready; says how long that took."""
         began = time.perf_counter()
-        step = self.future.result()
+        step = self._future.result()
         step.exposed_ms = 1e3 * (time.perf_counter() - began)
         return step
 
@@ -152,14 +156,15 @@ class PendingStep:
 class LookaheadLoader:
     """The training loader that Lightning sees: sized, stateful, the same on every rank.
 
-    Its state counts batches that were handed out, not those that are being prepared, and is global: epoch and
-    position, never anything of one rank.
+    Its state counts batches that were trained, not those that were handed out or are being prepared, and is global:
+    epoch and position, never anything of one rank.
 
     Args:
         loader: yields the global batches of an epoch.
-        prepare: runs in the background thread.
-        window: global batches per optimizer step, asked at the start of an epoch.
+        prepare: (global batch, accumulation) -> planned step; runs in the background thread.
+        window: global batches per optimizer step in an epoch.
         limit: batches of an epoch that the trainer will use.
+        processed: batches of the current epoch that the trainer has trained.
         before_first: runs in the main thread before the first batch is prepared (profiling).
         depth: batches that are prepared ahead.
         fixed_epoch: the epoch to repeat, where the trainer overfits some batches; else None.
@@ -168,22 +173,23 @@ class LookaheadLoader:
     def __init__(
         self,
         loader: GlobalBatchLoader,
-        prepare: Callable[[GlobalBatch], PlannedStep],
+        prepare: Callable[[GlobalBatch, int], PlannedStep],
         *,
-        window: Callable[[], int],
+        window: Callable[[int], int],
         limit: Callable[[], int],
+        processed: Callable[[], int],
         before_first: Callable[[], None],
         depth: int = 1,
         fixed_epoch: int | None = None,
     ) -> None:
         self.loader = loader
         self.sampler = self  # Lightning tells the epoch to `loader.sampler.set_epoch`
-        self._prepare, self._window, self._limit = prepare, window, limit
+        self._prepare, self._window, self._limit, self._processed = prepare, window, limit, processed
         self._before_first, self._depth, self._fixed_epoch = before_first, depth, fixed_epoch
         self._background: Background | None = None
         self._pending: dict[tuple[int, int], PendingStep] = {}
         self._epoch = self._delivered = 0
-        self._cached: tuple[int, list[GlobalBatch]] | None = None
+        self._epochs: dict[int, list[GlobalBatch]] = {}
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -193,7 +199,7 @@ class LookaheadLoader:
             self._epoch, self._delivered = epoch, 0
 
     def state_dict(self) -> dict[str, int]:
-        return {"epoch": self._epoch, "delivered": self._delivered}
+        return {"epoch": self._epoch, "delivered": min(self._delivered, self._processed())}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self._epoch, self._delivered = int(state["epoch"]), int(state["delivered"])
@@ -210,8 +216,12 @@ class LookaheadLoader:
             self._delivered = index + 1
             yield pending
 
-    def close(self, timeout_s: float = 5.0) -> None:
-        """End the background thread. What is in preparation is finished first, on all ranks alike."""
+    def close(self, timeout_s: float | None = None) -> None:
+        """End the background thread. What is in preparation is finished first, on all ranks alike.
+
+        Args:
+            timeout_s: wait no longer than that, where other ranks may never finish it.
+        """
         if self._background is not None:
             self._background.close(timeout_s)
             self._background = None
@@ -222,9 +232,9 @@ class LookaheadLoader:
         if (epoch, index) not in self._pending:
             if self._background is None:
                 self._background = Background("zellige-lookahead")
-            batch = self._batches(epoch)[index]
-            future = self._background.submit(lambda: self._prepare(batch))
-            self._pending[epoch, index] = PendingStep(batch, future)
+            batch, window = self._batches(epoch)[index], self._window(epoch)
+            future = self._background.submit(lambda: self._prepare(batch, window))
+            self._pending[epoch, index] = PendingStep(batch, future, index % window == 0)
         return self._pending[epoch, index]
 
     def _ask_ahead(self, epoch: int, index: int) -> None:
@@ -235,7 +245,8 @@ class LookaheadLoader:
             self._ask(epoch + 1, index - size)
 
     def _batches(self, epoch: int) -> list[GlobalBatch]:
-        if self._cached is None or self._cached[0] != epoch:
+        if epoch not in self._epochs:
+            self._epochs = {e: batches for e, batches in self._epochs.items() if e == epoch - 1}
             source_epoch = epoch if self._fixed_epoch is None else self._fixed_epoch
-            self._cached = epoch, self.loader.epoch_batches(source_epoch, self._window(), self._limit())
-        return self._cached[1]
+            self._epochs[epoch] = self.loader.epoch_batches(source_epoch, self._window(epoch), self._limit())
+        return self._epochs[epoch]

@@ -51,16 +51,33 @@ class CoalescedAttentionMixin:
             router.attach(name, module)
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        """Like `LightningModule.log`; for a planned batch the mean over ranks unless `sync_dist` is given.
+        """Like `LightningModule.log`; in the steps of planned batches the mean over ranks unless `sync_dist` is given.
 
-        `RankBatch.reduce` is scaled so that this mean is the loss of the global batch.
+        `RankBatch.reduce` is scaled so that in training this mean is the loss of the global batch. In evaluation,
+        where each rank has sequences of its own, it is the mean over all sequences.
         """
         batch = self._planned_batch
         if batch is not None:
-            kwargs.setdefault("sync_dist", batch.plan.world_size > 1)
-            kwargs.setdefault("batch_size", max(1, len(batch.global_batch.sequences)))
+            trainer = self._trainer  # type: ignore[attr-defined]
+            everybody = trainer.world_size > 1 and not kwargs.get("rank_zero_only")
+            kwargs.setdefault("sync_dist", everybody)
+            kwargs.setdefault("batch_size", len(batch.global_batch.sequences))
             value = value.detach() if isinstance(value, Tensor) else value
         super().log(name, value, *args, **kwargs)  # type: ignore[misc]
+
+
+def require_mixin(module: object) -> CoalescedAttentionMixin:
+    """`module`, if planned batches can run on it.
+
+    Raises:
+        EngineError: its attention cannot be answered by the engine.
+    """
+    if not isinstance(module, CoalescedAttentionMixin):
+        raise EngineError(
+            f"{type(module).__name__} is to run on planned batches and has no CoalescedAttentionMixin",
+            fix="class Model(CoalescedAttentionMixin, LightningModule), with `coalesced_attention` patterns",
+        )
+    return module
 
 
 def _suggest(names: list[str]) -> list[str]:

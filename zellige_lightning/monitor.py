@@ -29,6 +29,8 @@ class MakespanMonitor(Callback):
             return
         record = strategy.finish_step()
         self.records.append(record)
+        if trainer.barebones:
+            return
         bar = {
             "mk": record.measured_us / 1e6,  # measured makespan, seconds
             "imb": record.measured_imbalance,

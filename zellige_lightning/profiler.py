@@ -3,7 +3,6 @@ a participating rank, through the same engine and model that train."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import statistics
@@ -13,11 +12,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import lightning
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.seed import isolate_rng
-from torch import Tensor
 
 from zellige_lightning.agreement import Agreement
 from zellige_lightning.batch import RankBatch, materialize
@@ -35,8 +31,8 @@ from zellige_lightning.placement import (
     whole,
 )
 from zellige_lightning.planner import MemoryModel, ProfileTable
-from zellige_lightning.sources import SyntheticSource, TokenSource
-from zellige_lightning.trace import copy_module, layer_list
+from zellige_lightning.profile_cache import short_digest
+from zellige_lightning.trial import TrialStep, copy_module, layer_list
 
 _PACK_TOKENS = 2048  # short sequences are timed several at a time, as they will run
 _WHOLE = ParallelConfig()
@@ -62,7 +58,8 @@ class ProfilerConfig:
         if self.profile_path is not None:
             return Path(self.profile_path)
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        return cache / "zellige_lightning" / f"profile-{_short(json.dumps(fingerprint, sort_keys=True))}.json"
+        name = f"profile-{short_digest(json.dumps(fingerprint, sort_keys=True))}.json"
+        return cache / "zellige_lightning" / name
 
     def __post_init__(self) -> None:
         for name in ("repeats", "all_layers_up_to"):
@@ -105,7 +102,7 @@ class Measurement:
 
     Args:
         module: the user's module; never run itself.
-        source: whose fields the synthetic tokens copy.
+        trial: runs steps of its copies.
     """
 
     def __init__(
@@ -114,11 +111,11 @@ class Measurement:
         engine: CoalescedAttentionEngine,
         router: AttentionRouter,
         agreement: Agreement,
-        source: TokenSource,
+        trial: TrialStep,
         config: ProfilerConfig,
     ) -> None:
         self._engine, self._router, self._agreement, self._config = engine, router, agreement, config
-        self._source = SyntheticSource(source.token_fields, source.sequence_fields)
+        self._trial = trial
         layers = layer_list(module, list(module.attention_modules()))
         self._num_layers = len(layers) if layers is not None else 1
         deep = layers is not None and self._num_layers > config.all_layers_up_to
@@ -135,7 +132,7 @@ class Measurement:
         )
         world = self._agreement.world_size
         plan = Plan(0, world, tuple(options), (0,) * world, (0,) * world)
-        rank_batch = materialize(batch, plan, self._agreement.rank, self._source)
+        rank_batch = materialize(batch, plan, self._agreement.rank, self._trial.source)
         times = [self._timed(clone, rank_batch.to(clone.device)) for clone in self._clones]
         if len(times) == 1:
             return times[0]
@@ -159,10 +156,7 @@ class Measurement:
 
     def _step(self, clone: LightningModule, batch: RankBatch) -> None:
         with torch.enable_grad():
-            loss: Any = clone.training_step(batch, 0)
-            loss = loss["loss"] if isinstance(loss, Mapping) else loss
-            assert isinstance(loss, Tensor)
-            loss.backward()
+            self._trial.loss(clone, batch).backward()
         for parameter in clone.parameters():
             parameter.grad = None
 
@@ -239,64 +233,3 @@ def _one_set_per_class(topology: Topology, degree: int) -> dict[str, tuple[int, 
     for ranks in sets:
         found.setdefault(topology.class_of(ranks), ranks)
     return found
-
-
-def fingerprint_of(
-    module: LightningModule,
-    buckets: tuple[Bucket, ...],
-    configs: tuple[ParallelConfig, ...],
-    topology: Topology,
-    precision: str,
-    device: torch.device,
-) -> dict[str, str | int | float]:
-    """What a price depends on. A profile with another fingerprint is stale, never close enough."""
-    shapes = "|".join(f"{name}:{tuple(p.shape)}:{p.dtype}" for name, p in module.named_parameters())
-    return {
-        "torch": torch.__version__,
-        "lightning": lightning.__version__,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "threads": torch.get_num_threads() if device.type == "cpu" else 0,
-        "precision": precision,
-        "model": f"{type(module).__name__}-{_short(shapes + repr(module))}",
-        "topology": _short(str(topology.node_of)),
-        "world_size": topology.world_size,
-        "buckets": _short("|".join(f"{b.name}:{b.grid}" for b in buckets)),
-        "configs": _short("|".join(map(str, configs))),
-    }
-
-
-def _short(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-def load_or_measure(
-    agreement: Agreement,
-    path: Path,
-    fingerprint: Mapping[str, str | int | float],
-    measure: Callable[[], ProfileTable],
-    say: Callable[[str], None],
-) -> ProfileTable:
-    """Rank 0's file where it fits this job, else a fresh measurement, which rank 0 writes. Rank 0's table is
-    everybody's."""
-
-    def load() -> str:
-        if not path.is_file():
-            return ""
-        try:
-            return ProfileTable.load(path, fingerprint).to_json()
-        except ProfileError as error:
-            say(f"the profile in {path.name} is not used, it is measured anew: {error.message}")
-            return ""
-
-    if text := agreement.on_first(load):
-        say(f"profile loaded from {path.name}")
-        return ProfileTable.from_json(text)
-    with isolate_rng():
-        table = agreement.together(measure)
-
-    def keep() -> str:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        table.save(path)
-        return table.to_json()
-
-    return ProfileTable.from_json(agreement.on_first(keep))

@@ -1,10 +1,8 @@
-"""Looks at a user's model before anything is planned: its geometry, its memory per token, and whether its tokens mix
-only inside the engine."""
+"""Looks at a user's model before anything is planned: its attention, and whether its tokens mix only inside the
+engine."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,15 +12,10 @@ from torch import Tensor, nn
 
 from zellige_lightning.batch import RankBatch, materialize
 from zellige_lightning.datamodule import local_batch
-from zellige_lightning.engine import AttentionRouter, varlen_attention
+from zellige_lightning.engine import AttentionRouter
 from zellige_lightning.errors import EngineError
-from zellige_lightning.mixin import CoalescedAttentionMixin
 from zellige_lightning.placement import Bucket, GlobalBatch, ParallelConfig, PlacementOption, Plan
-from zellige_lightning.planner import ModelGeometry
-from zellige_lightning.sources import TokenSource
-
-_FORWARD_ENDS = "zellige: forward ends"
-_MEMORY_TOKENS = 256  # enough that tensors per token outweigh tensors per sequence
+from zellige_lightning.trial import TrialStep
 
 
 @dataclass(frozen=True)
@@ -32,34 +25,7 @@ class AttentionShape:
     element_bytes: int
 
 
-def layer_list(module: nn.Module, attention_names: list[str]) -> nn.ModuleList | None:
-    """The list of equal layers that holds the attention modules, if there is exactly one."""
-    lists = set()
-    for name in attention_names:
-        parts = name.split(".")
-        parents = [module.get_submodule(".".join(parts[:i])) for i in range(1, len(parts))]
-        lists.add(next((p for p in parents if isinstance(p, nn.ModuleList)), None))
-    (only,) = lists if len(lists) == 1 else (None,)
-    return only if only is not None and len({type(layer) for layer in only}) == 1 else None
-
-
-def copy_module(module: LightningModule, num_layers: int | None = None) -> LightningModule:
-    """A copy whose parameters are its own, with the first `num_layers` layers; logs nothing.
-
-    Profiling runs on copies: the hooks of the data-parallel wrapper count every backward on live parameters.
-    """
-    assert isinstance(module, CoalescedAttentionMixin)
-    memo: dict[int, Any] = {}
-    layers = layer_list(module, list(module.attention_modules()))
-    if num_layers is not None and layers is not None:
-        memo[id(layers)] = nn.ModuleList([copy.deepcopy(layer) for layer in layers[:num_layers]])
-    clone = copy.deepcopy(module, memo)
-    clone._trainer = module._trainer
-    clone.log = clone.log_dict = lambda *args, **kwargs: None  # type: ignore[method-assign]
-    return clone
-
-
-def attention_shape(clone: LightningModule, router: AttentionRouter, source: TokenSource) -> AttentionShape:
+def attention_shape(clone: LightningModule, router: AttentionRouter, trial: TrialStep) -> AttentionShape:
     """Heads, head dim and element size, as the first attention call of a small step shows them.
 
     Raises:
@@ -72,7 +38,7 @@ def attention_shape(clone: LightningModule, router: AttentionRouter, source: Tok
         return _per_token(q, k, v, scale)
 
     with router.answered_by(attention), torch.no_grad():
-        clone.training_step(local_batch(_small_batch(), source), 0)
+        trial.loss(clone, local_batch(small_batch(), trial.source))
     if not seen:
         raise EngineError(
             f"the modules {clone.coalesced_attention!r} called no F.scaled_dot_product_attention",
@@ -82,7 +48,7 @@ def attention_shape(clone: LightningModule, router: AttentionRouter, source: Tok
     return AttentionShape(heads, dim, seen[0].element_size())
 
 
-def check_locality(clone: LightningModule, router: AttentionRouter, source: TokenSource) -> None:
+def check_locality(clone: LightningModule, router: AttentionRouter, trial: TrialStep) -> None:
     """Compare a small sequence whole and in two shards, with attention replaced by a function of single tokens.
 
     Whatever then differs mixes tokens outside the engine, or takes positions from the shard: it would make the loss
@@ -92,13 +58,13 @@ def check_locality(clone: LightningModule, router: AttentionRouter, source: Toke
         EngineError: names the first module whose output differs, or the loss.
     """
     clone.eval()
-    batch = _small_batch()
+    batch = small_batch()
     length = batch.sequences[0].num_tokens
     split = Plan(0, 2, (PlacementOption(ParallelConfig(2, 1, 1), (0, 1)),), (0, 0), (0, 0))
-    shards = [materialize(batch, split, rank, source) for rank in (0, 1)]
+    shards = [materialize(batch, split, rank, trial.source) for rank in (0, 1)]
     with router.answered_by(_per_token), torch.no_grad():
-        whole, loss = _outputs(clone, local_batch(batch, source))
-        parts = [_shard_outputs(clone, shard, whole) for shard in shards]
+        whole, loss = _outputs(clone, local_batch(batch, trial.source), trial)
+        parts = [_shard_outputs(clone, shard, trial) for shard in shards]
     for name, output in whole.items():
         pieces = [outputs.get(name) for outputs, _ in parts]
         if not _agrees(output, pieces, [length, *(s.num_tokens for s in shards)]):
@@ -120,11 +86,11 @@ def _mixes(name: str) -> EngineError:
 
 
 def _shard_outputs(
-    clone: LightningModule, shard: RankBatch, whole: dict[str, Tensor]
+    clone: LightningModule, shard: RankBatch, trial: TrialStep
 ) -> tuple[dict[str, Tensor], Tensor]:
     reached: list[str] = []
     try:
-        return _outputs(clone, shard, reached)
+        return _outputs(clone, shard, trial, reached)
     except EngineError:
         raise
     except Exception as error:  # a module that needs the whole grid fails on a shard
@@ -132,7 +98,7 @@ def _shard_outputs(
 
 
 def _outputs(
-    clone: LightningModule, batch: RankBatch, reached: list[str] | None = None
+    clone: LightningModule, batch: RankBatch, trial: TrialStep, reached: list[str] | None = None
 ) -> tuple[dict[str, Tensor], Tensor]:
     """The tensor that each module returned at its first call, in order of completion, and the loss."""
     outputs: dict[str, Tensor] = {}
@@ -150,11 +116,11 @@ def _outputs(
     handles = [m.register_forward_hook(note(n)) for n, m in clone.named_modules() if n]
     handles += [m.register_forward_pre_hook(enter(n)) for n, m in clone.named_modules() if n]
     try:
-        loss = clone.training_step(batch.to(clone.device), 0)
+        loss = trial.loss(clone, batch)
     finally:
         for handle in handles:
             handle.remove()
-    return outputs, loss["loss"] if isinstance(loss, dict) else loss
+    return outputs, loss
 
 
 def _agrees(whole: Tensor, parts: list[Tensor | None], sizes: list[int]) -> bool:
@@ -186,82 +152,5 @@ def _per_token(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
     return v + 0.5 * q + 0.25 * k
 
 
-def _small_batch(grid: tuple[int, int, int] = (2, 3, 5)) -> GlobalBatch:
+def small_batch(grid: tuple[int, int, int] = (2, 3, 5)) -> GlobalBatch:
     return GlobalBatch.of(0, 0, [("trace", Bucket("trace", grid))])
-
-
-def measure_geometry(
-    module: LightningModule, router: AttentionRouter, source: TokenSource, shape: AttentionShape
-) -> ModelGeometry:
-    """The memory model's coefficients, from the allocations of one step of one and of two layers."""
-    assert isinstance(module, CoalescedAttentionMixin)
-    layers = layer_list(module, list(module.attention_modules()))
-    num_layers = len(layers) if layers is not None else 1
-    batch = _small_batch((1, 1, _MEMORY_TOKENS))
-    depths = (1, 2) if layers is not None and num_layers > 1 else (1,)
-    measured = [_step_memory(copy_module(module, depth), router, batch, source) for depth in depths]
-    (resident, peak), last = measured[0], measured[-1]
-    per_layer = last[0] - resident if len(measured) > 1 else 0
-    total = resident + per_layer * (num_layers - 1)
-    return ModelGeometry(
-        num_layers=num_layers,
-        num_heads=shape.num_heads,
-        head_dim=shape.head_dim,
-        element_bytes=shape.element_bytes,
-        resident_bytes_per_token=max(1, total // _MEMORY_TOKENS),
-        transient_bytes_per_token=max(1, max(peak, last[1]) // _MEMORY_TOKENS),
-        bytes_per_sequence=0,
-    )
-
-
-def _step_memory(
-    clone: LightningModule, router: AttentionRouter, batch: GlobalBatch, source: TokenSource
-) -> tuple[int, int]:
-    """(bytes held from forward to backward, peak above them) of one step, gradients not counted."""
-    planned = local_batch(batch, source).to(clone.device)
-    gradients = sum(p.numel() * p.element_size() for p in clone.parameters() if p.requires_grad)
-
-    def forward() -> Tensor:
-        loss = clone.training_step(planned, 0)
-        return loss["loss"] if isinstance(loss, dict) else loss
-
-    with router.answered_by(_local_attention), torch.enable_grad():
-        resident, peak = held_and_peak(forward, lambda loss: loss.backward(), clone.device)
-    return resident, max(0, peak - resident - gradients)
-
-
-def _local_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-    """Costs the memory of q, k, v and out, as the engine does."""
-    return varlen_attention(q, k, v, [q.shape[0]], [k.shape[0]], scale)
-
-
-def held_and_peak(
-    forward: Callable[[], Tensor], backward: Callable[[Tensor], None], device: torch.device
-) -> tuple[int, int]:
-    """Bytes that `forward` leaves allocated, and the peak of both calls, above what was there before.
-
-    On CUDA from the allocator. On CPU from the profiler's memory events, which also see what happens inside custom
-    operators; trackers built on dispatch modes do not.
-    """
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        base = torch.cuda.memory_allocated(device)
-        loss = forward()
-        held = torch.cuda.memory_allocated(device) - base
-        backward(loss)
-        return held, torch.cuda.max_memory_allocated(device) - base
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-        loss = forward()
-        with torch.profiler.record_function(_FORWARD_ENDS):
-            held_now = loss
-        backward(held_now)
-    assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
-    events = profiler.profiler.kineto_results.events()
-    forward_ends = next(e.start_ns() for e in events if e.name() == _FORWARD_ENDS)
-    total = peak = held = 0
-    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
-        total += event.nbytes()
-        peak = max(peak, total)
-        if event.start_ns() <= forward_ends:
-            held = total
-    return held, peak

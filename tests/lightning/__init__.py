@@ -1,0 +1,1 @@
+"""What users expect of a Lightning strategy, held on gloo ranks."""

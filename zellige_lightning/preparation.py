@@ -1,0 +1,152 @@
+"""Everything between a set-up model and its first planned step: checks, process groups, profile, planner."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from zellige_lightning.engine import AttentionRouter
+from zellige_lightning.errors import ConfigError
+from zellige_lightning.failures import connections
+from zellige_lightning.geometry import measure_geometry
+from zellige_lightning.loader import GlobalBatchLoader
+from zellige_lightning.mixin import require_mixin
+from zellige_lightning.placement import ParallelConfig, Topology
+from zellige_lightning.planner import (
+    MemoryModel,
+    Planner,
+    PlannerConfig,
+    ProfileTable,
+    legal_configs,
+    legal_family,
+    make_planner,
+)
+from zellige_lightning.profile_cache import fingerprint_of, load_or_measure
+from zellige_lightning.profiler import Measurement, ProfilerConfig, measure_table
+from zellige_lightning.services import Services
+from zellige_lightning.trace import AttentionShape, attention_shape, check_locality
+from zellige_lightning.trial import TrialStep, copy_module
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be planned: a set-up module, its data and the settings."""
+
+    module: LightningModule
+    loader: GlobalBatchLoader
+    trial: TrialStep
+    planner: PlannerConfig
+    profiler: ProfilerConfig
+    precision: str
+    device: torch.device
+    num_local_ranks: int
+    self_check: bool
+
+
+def prepare_planner(job: Job, services: Services) -> tuple[ProfileTable, Planner]:
+    """Check the model, make the process groups, load or measure the profile, make the planner. A collective.
+
+    Raises:
+        EngineError: a model whose tokens mix outside the engine, or that calls no attention.
+        ProfileError: no usable price.
+        ConfigError: a family with too many process groups.
+    """
+    world = services.agreement.world_size
+    shape = services.agreement.together(lambda: inspect_module(job, services.router, world))
+    degrees = planned_degrees(world, job.planner.max_degree)
+    configs = tuple(c for c in legal_configs(shape.num_heads, world) if c.degree in degrees)
+    topology = services.topology()
+    with connections.recorded():
+        services.groups.prepare(legal_family(topology, job.planner.family, degrees))
+    geometry = services.agreement.together(
+        lambda: measure_geometry(job.module, services.router, job.trial, shape)
+    )
+    memory = MemoryModel(services.largest(geometry))
+    cap_mib = memory_cap_mib(job, services)
+    table = _profile(job, services, configs, topology, memory, cap_mib)
+    planner = make_planner(job.planner, table, memory, topology, shape.num_heads, cap_mib)
+    rank_zero_info(
+        f"zellige: {len(job.loader.buckets)} buckets, {len(configs)} configurations,"
+        f" {len(services.groups)} process groups, cap {cap_mib / 1024:.2f} GiB"
+    )
+    return table, planner
+
+
+def inspect_module(job: Job, router: AttentionRouter, world_size: int) -> AttentionShape:
+    """The attention of a copy of the model, once it is known that its tokens mix nowhere else.
+
+    Raises:
+        EngineError: no mixin, no attention call, or tokens that mix outside the engine.
+    """
+    require_mixin(job.module)
+    clone = copy_module(job.module, 1)
+    shape = attention_shape(clone, router, job.trial)
+    if job.self_check and world_size > 1 and job.planner.max_degree != 1:
+        check_locality(clone, router, job.trial)
+    return shape
+
+
+def _profile(
+    job: Job,
+    services: Services,
+    configs: tuple[ParallelConfig, ...],
+    topology: Topology,
+    memory: MemoryModel,
+    cap_mib: int,
+) -> ProfileTable:
+    buckets = job.loader.buckets
+    fingerprint = fingerprint_of(job.module, buckets, configs, topology, job.precision, job.device)
+
+    def measure() -> ProfileTable:
+        measurement = Measurement(
+            job.module, services.engine, services.router, services.agreement, job.trial, job.profiler
+        )
+        return measure_table(
+            measurement, job.module, buckets, configs, topology, memory, cap_mib, fingerprint
+        )
+
+    path = job.profiler.file(fingerprint)
+    return load_or_measure(services.agreement, path, fingerprint, measure, rank_zero_info)
+
+
+def memory_cap_mib(job: Job, services: Services) -> int:
+    """M_cap = M_usable - M_base (paper, Sec. IV-B), or the user's `memory_cap_gib`; the smallest of all ranks.
+
+    M_base holds parameters, gradients and optimizer state. Gradients stay alive during the next forward.
+
+    Raises:
+        ConfigError: nothing is left for sequences.
+    """
+    if job.planner.memory_cap_gib is not None:
+        return max(1, int(job.planner.memory_cap_gib * 1024))
+    trained = sum(p.numel() * p.element_size() for p in job.module.parameters() if p.requires_grad)
+    if job.device.type == "cuda":
+        usable = 0.94 * torch.cuda.get_device_properties(job.device).total_memory
+        base = torch.cuda.memory_allocated(job.device) + 3 * trained
+    else:
+        usable = 0.8 * _host_memory() / max(1, job.num_local_ranks)
+        base = 3.0 * trained
+    mine = int((usable - base) / 2**20)
+    smallest = min(cap for (cap,) in services.agreement.gather([mine]))
+    if smallest < 1:
+        raise ConfigError(
+            f"parameters, gradients and optimizer state leave {smallest} MiB for sequences",
+            fix="use a smaller model, a larger device, or sharded parameters",
+        )
+    return smallest
+
+
+def planned_degrees(world_size: int, max_degree: int | None = None) -> frozenset[int]:
+    """Split degrees that are profiled and get process groups: divisors of N and powers of two up to N."""
+    limit = min(world_size, max_degree or world_size)
+    powers = {2**i for i in range(limit.bit_length())}
+    return frozenset(d for d in range(1, limit + 1) if world_size % d == 0 or d in powers)
+
+
+def _host_memory() -> int:
+    """Bytes of memory of this host."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

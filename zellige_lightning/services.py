@@ -1,0 +1,132 @@
+"""What a strategy holds as long as its process groups live."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+
+from zellige_lightning.agreement import Agreement
+from zellige_lightning.batch import RankBatch
+from zellige_lightning.engine import AttentionRouter, CoalescedAttentionEngine, ProcessGroupCache
+from zellige_lightning.engine.routing import engine_of_step
+from zellige_lightning.errors import ConfigError
+from zellige_lightning.failures import FailureBoard
+from zellige_lightning.lookahead import StepPreparer
+from zellige_lightning.mixin import require_mixin
+from zellige_lightning.placement import Topology
+from zellige_lightning.planner import ModelGeometry, Planner
+
+_runs = itertools.count()  # the same on all ranks, since all make the same strategies
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Settings of the engine; keys of `engine.*` in the configuration.
+
+    Args:
+        max_schedules: schedules that are kept for backwards that come later than the next forward.
+    """
+
+    max_schedules: int = 256
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.max_schedules, int) or self.max_schedules < 1:
+            raise ConfigError(f"engine.max_schedules = {self.max_schedules!r}", fix="an integer >= 1")
+
+    @classmethod
+    def of(cls, settings: EngineConfig | Mapping[str, Any] | None) -> EngineConfig:
+        """From what a user writes. Raises: ConfigError for unknown keys."""
+        if settings is None or isinstance(settings, EngineConfig):
+            return settings or cls()
+        known = [f.name for f in fields(cls)]
+        if unknown := sorted(set(map(str, settings)) - set(known)):
+            raise ConfigError(f"unknown engine settings {unknown}", fix=f"known are {known}")
+        return cls(**settings)
+
+
+class Services:
+    """Groups, engine and planner of a run: made at set-up, so that the strategy itself can be pickled.
+
+    Args:
+        timeout: of every process group.
+        device: of this rank.
+    """
+
+    def __init__(self, timeout: timedelta, device: torch.device, engine_config: EngineConfig) -> None:
+        self.agreement = Agreement(timeout)
+        self._background_agreement = Agreement(timeout)
+        self.groups = ProcessGroupCache(timeout, device)
+        groups = self.groups if self.agreement.world_size > 1 else None
+        self.engine = CoalescedAttentionEngine(groups, engine_config.max_schedules)
+        self.router = AttentionRouter()
+        self.failures = FailureBoard(next(_runs))
+        self._preparer: StepPreparer | None = None
+
+    @property
+    def preparer_ready(self) -> bool:
+        return self._preparer is not None
+
+    @property
+    def preparer(self) -> StepPreparer:
+        assert self._preparer is not None, "planning is not prepared"
+        return self._preparer
+
+    def plan_with(self, planner: Planner, stop_requested: Callable[[], bool]) -> None:
+        """Plan with `planner` from now on, in the background thread's own groups."""
+        self._preparer = StepPreparer(self._background_agreement, planner, stop_requested)
+
+    def topology(self) -> Topology:
+        """Ranks of one host are a node."""
+        hosts = [self.agreement.share(socket.gethostname(), rank) for rank in range(self.agreement.world_size)]
+        return Topology(tuple(sorted(set(hosts), key=hosts.index).index(host) for host in hosts))
+
+    def largest(self, geometry: ModelGeometry) -> ModelGeometry:
+        """The geometry with the largest memory coefficients of all ranks, so that all plan alike."""
+        names = ("resident_bytes_per_token", "transient_bytes_per_token")
+        rows = self.agreement.gather([getattr(geometry, name) for name in names])
+        return replace(geometry, **{n: max(row[i] for row in rows) for i, n in enumerate(names)})
+
+    @contextmanager
+    def attending(self, module: LightningModule | None, batch: RankBatch | None) -> Iterator[None]:
+        """Answer the module's attention by the engine, on from here: backward recomputes after the block has ended.
+
+        Args:
+            batch: what the step is for; None leaves attention alone.
+
+        Raises:
+            EngineError: a planned batch for a module whose attention cannot be answered.
+        """
+        if batch is None:
+            self.stop_attending()
+            yield
+            return
+        routed = require_mixin(module)
+        self.engine.install(batch.schedule)
+        self.router.attention = self.engine
+        routed._planned_batch = batch
+        try:
+            with engine_of_step(self.engine):
+                yield
+        finally:
+            routed._planned_batch = None
+
+    def stop_attending(self) -> None:
+        """Leave attention alone: between steps the model may run on anything, such as a sample to look at."""
+        self.engine.uninstall()
+        self.router.attention = None
+
+    def close(self) -> None:
+        """Leave the model as it was, copies of it included, and drop the groups."""
+        self.stop_attending()
+        self.router.detach()
+        self.groups.close()
+        self.agreement.close()
+        self._background_agreement.close()

@@ -1,0 +1,82 @@
+"""Steps of copies of a user's model on synthetic tokens: what the checks, the memory model and the profiler run, so
+that the model itself is never touched before it trains."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins.precision import Precision
+from torch import Tensor, nn
+
+from zellige_lightning.batch import RankBatch
+from zellige_lightning.errors import EngineError
+from zellige_lightning.mixin import CoalescedAttentionMixin
+from zellige_lightning.sources import FieldSpec, SyntheticSource, TokenSource
+
+
+def layer_list(module: nn.Module, attention_names: list[str]) -> nn.ModuleList | None:
+    """The list of equal layers that holds the attention modules, if there is exactly one."""
+    lists = set()
+    for name in attention_names:
+        parts = name.split(".")
+        parents = [module.get_submodule(".".join(parts[:i])) for i in range(1, len(parts))]
+        lists.add(next((p for p in parents if isinstance(p, nn.ModuleList)), None))
+    (only,) = lists if len(lists) == 1 else (None,)
+    return only if only is not None and len({type(layer) for layer in only}) == 1 else None
+
+
+def copy_module(module: LightningModule, num_layers: int | None = None) -> LightningModule:
+    """A copy whose parameters are its own, with the first `num_layers` layers; logs nothing.
+
+    Profiling runs on copies: the hooks of the data-parallel wrapper count every backward on live parameters.
+    """
+    assert isinstance(module, CoalescedAttentionMixin)
+    memo: dict[int, Any] = {}
+    layers = layer_list(module, list(module.attention_modules()))
+    if num_layers is not None and layers is not None:
+        memo[id(layers)] = nn.ModuleList([copy.deepcopy(layer) for layer in layers[:num_layers]])
+    clone = copy.deepcopy(module, memo)
+    clone._trainer = module._trainer
+    clone.log = clone.log_dict = lambda *args, **kwargs: None  # type: ignore[method-assign]
+    return clone
+
+
+class TrialStep:
+    """Runs `training_step` of copies in the precision of the run.
+
+    Args:
+        precision: the trainer's plugin; decides the dtype of inputs and the autocast of the forward.
+        source: whose fields the synthetic tokens copy. The source itself is not read: it knows its samples only.
+    """
+
+    def __init__(self, precision: Precision, source: TokenSource) -> None:
+        self._precision = precision
+        self.source = SyntheticSource(
+            self._converted(source.token_fields), self._converted(source.sequence_fields)
+        )
+
+    def _converted(self, fields: Mapping[str, FieldSpec]) -> dict[str, FieldSpec]:
+        def dtype(spec: FieldSpec) -> torch.dtype:
+            return self._precision.convert_input(torch.empty(0, dtype=spec.dtype)).dtype  # type: ignore[no-any-return]
+
+        return {name: FieldSpec(spec.shape, dtype(spec)) for name, spec in fields.items()}
+
+    def loss(self, clone: LightningModule, batch: RankBatch) -> Tensor:
+        """The loss of one step.
+
+        Raises:
+            EngineError: a `training_step` that returns no loss.
+        """
+        with self._precision.train_step_context():
+            returned: Any = clone.training_step(batch.to(clone.device), 0)
+        loss = returned.get("loss") if isinstance(returned, Mapping) else returned
+        if not isinstance(loss, Tensor):
+            raise EngineError(
+                f"training_step of {type(clone).__name__} returned {type(loss).__name__} instead of a loss",
+                fix="return batch.reduce(per_token_loss) for every planned batch; every rank takes part in each step",
+            )
+        return loss
