@@ -10,6 +10,7 @@ from zellige_lightning.planner.compiled import buffer, zeros
 from zellige_lightning.planner.problem import Cell, Choice, Group, PlacementProblem
 from zellige_lightning.planner.sand import Sand, conditions
 from zellige_lightning.planner.search_kernel import FEASIBLE, INFEASIBLE, UNKNOWN, decide
+from zellige_lightning.planner.slack_kernel import place_by_slack
 from zellige_lightning.planner.symmetry import block_swaps, twin_classes
 
 MEMO_STATES = 1 << 13
@@ -17,7 +18,8 @@ NO_BUDGET = 1 << 40
 MOST_SYMMETRIC = 64  # ranks up to which equal states are looked for
 LIGHT = 50  # sequences below 1 / LIGHT of the mean load are sand at first
 FEW_SPLITS = 4  # numbers of splits to try first, from the forced ones
-MOST_PACKINGS = 6  # placements of the rocks that one decision tries to pack with sand
+MOST_PACKINGS = 6  # placements of the rocks that one decision tries to pack with sand, on few ranks
+FEW_RANKS = 8
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ class Decider:
             set_ranks.append(set_ranks[-1] + len(ranks))
         self.loads, self.mems, self.picks = zeros(world), zeros(world), zeros(len(items) + 1)
         self.items, self.choices, self.sets, self.starts = items, choices, sets, starts
-        self.stamps, self._forced = zeros(4), zeros(len(items) + 1)
+        self.stamps, self._forced, self._room = zeros(4), zeros(len(items) + 1), zeros(2 * len(ratios))
         self._args = [
             buffer(self.sizes),
             buffer(items or [0]),
@@ -144,13 +146,19 @@ class Decider:
     def attempt(self, limit: int, budget: int, node_limit: int) -> Attempt:
         """Decides, and where the rocks fit, packs the sand and repairs its packing towards `limit`.
 
-        Rocks are spread first, which leaves every rank room for sand; where that gets lost, with few
-        splits, which leaves less to try; then packed tightly, which finds the placements that need it.
-        INFEASIBLE is a proof, whatever the order.
+        Rocks are placed by slack first, which wastes nothing that lies ahead; then spread, which leaves
+        every rank room for sand; where that gets lost, with few splits, which leaves less to try; then
+        packed tightly, which finds the placements that need it. INFEASIBLE is a proof, whatever the order.
         """
-        best = self._attempt(limit, budget, node_limit // 4, True)
-        if best.status == INFEASIBLE or best.meets(limit):
-            return best
+        best = Attempt(UNKNOWN)
+        if budget == NO_BUDGET and self._by_slack(limit) and self.sand.pack(limit, self.loads, self.mems):
+            best = self._packed()
+            if best.meets(limit):
+                return best
+        spread = self._attempt(limit, budget, node_limit // 4, True)
+        best = best.better(spread)
+        if spread.status == INFEASIBLE or best.meets(limit):
+            return spread if spread.status == INFEASIBLE else best
         fewest = int(self._forced[0])
         for few in range(fewest, min(fewest + FEW_SPLITS, budget)):
             best = best.better(self._attempt(limit, few, node_limit // 8, True))
@@ -162,17 +170,34 @@ class Decider:
     def _attempt(self, limit: int, budget: int, node_limit: int, spread: bool) -> Attempt:
         status = self.decide(limit, budget, node_limit, spread)
         best = Attempt(INFEASIBLE if status == INFEASIBLE else UNKNOWN)
-        for _ in range(MOST_PACKINGS):
+        for _ in range(MOST_PACKINGS if self.problem.world_size <= FEW_RANKS else 1):
             if status != FEASIBLE:
                 break
             packed = self.sand.pack(limit, self.loads, self.mems)
             if packed:
-                cells = tuple(sorted([*self._rocks(), *self.sand.cells()]))
-                best = best.better(Attempt(FEASIBLE, self.sand.makespan_us, cells))
+                best = best.better(self._packed())
             if best.meets(limit):
                 break
             status = self.decide(limit, budget, node_limit, spread, resume=True)
         return best
+
+    def _packed(self) -> Attempt:
+        cells = tuple(sorted([*self._rocks(), *self.sand.cells()]))
+        return Attempt(FEASIBLE, self.sand.makespan_us, cells)
+
+    def _by_slack(self, limit: int) -> bool:
+        """Places the rocks greedily; see `slack_kernel`."""
+        sizes, items, counts, starts, degree, price, memory, set_ptr, set_choice, set_ranks, ranks = (
+            self._args[:11]
+        )
+        ratios, group_need, need, forced, least, loads, mems, picks = self._args[13:21]
+        placed: bool = place_by_slack(
+            limit, self.problem.cap_mib, sizes, items, counts, starts, degree, price, memory, set_ptr,
+            set_choice, set_ranks, ranks, ratios, group_need, need, forced, least, loads, mems, picks,
+            self._room,
+        )  # fmt: skip
+        self.nodes += len(self.items)
+        return placed and bool(self.items)
 
     def _rocks(self) -> list[Cell]:
         """The rocks that the last decision placed."""

@@ -14,7 +14,7 @@ from zellige_lightning.planner.solution import Brief, Solution, num_splits
 
 MOST_RANKS = 64  # above it the world is searched in pods
 NODE_LIMITS = (10_000, 40_000)  # of one decision and of all, on few ranks
-NODE_LIMITS_LARGE = (2_000, 8_000)  # above 8 ranks, where a node costs more
+NODE_LIMITS_LARGE = (1_000, 4_000)  # above 8 ranks, where a node costs more
 CPSAT_LIMIT = 10.0  # deterministic time of the rescue by CP-SAT
 
 

@@ -6,6 +6,7 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from importlib import import_module
 from typing import Any, Protocol
@@ -20,6 +21,8 @@ from zellige_lightning.planner.cut import CatalogCut
 from zellige_lightning.planner.fillers import FillerOverflowError
 from zellige_lightning.planner.menu import OptionMenu
 from zellige_lightning.planner.options import FAMILIES, MAX_GROUPS_PER_RANK, check_family
+from zellige_lightning.planner.policies import POLICIES
+from zellige_lightning.planner.policies.menu import PolicyMenu
 from zellige_lightning.planner.problem import PlacementProblem
 from zellige_lightning.planner.solution import Brief, Solution
 from zellige_lightning.planner.waves import Wave, plan_waves
@@ -30,6 +33,7 @@ PLANNERS = {
     "exact": "zellige_lightning.planner.exact:solve_exact",
     "paper": "zellige_lightning.planner.paper:solve_paper",
     "joint": "zellige_lightning.planner.paper:solve_joint",
+    **POLICIES,
 }
 CACHED_SOLUTIONS = 256
 
@@ -39,7 +43,8 @@ class PlannerConfig:
     """Settings of the planner; keys of `planner.*` in the configuration.
 
     Args:
-        name: `exact` (joint and certified), `paper` (Algorithm 1) or `joint` (its full-batch reference).
+        name: `exact` (joint and certified), `paper` (Algorithm 1), `joint` (its full-batch reference), or a
+            rival's policy (docs/POLICIES.md).
         epsilon: slack of Eq. (7)'s second round, relative.
         family: legal rank sets, see `legal_rank_sets`.
         memory_cap_gib: cap per rank; None takes what calibration measured.
@@ -49,6 +54,8 @@ class PlannerConfig:
         seed: of CP-SAT.
         ecf: group interchangeable sequences (Eq. (5)); False gives one variable per sequence and option.
         max_groups_per_rank: bound on process groups that one rank may belong to.
+        layout: what a rival's user would fix: KnapFormer's bags (`g1n4+g4n1`), USP's factorization (`u4r2`);
+            `auto` takes the best one for each batch.
     """
 
     name: str = "paper"
@@ -61,6 +68,7 @@ class PlannerConfig:
     seed: int = 0
     ecf: bool = True
     max_groups_per_rank: int = MAX_GROUPS_PER_RANK
+    layout: str = "auto"
 
     def __post_init__(self) -> None:
         _check(self.name in PLANNERS, "name", self.name, f"one of {sorted(PLANNERS)}")
@@ -75,6 +83,9 @@ class PlannerConfig:
         for name, low in (("num_workers", 1), ("seed", 0), ("max_groups_per_rank", 1)):
             _check(_is_int(getattr(self, name), low), name, getattr(self, name), f"an integer >= {low}")
         _check(isinstance(self.ecf, bool), "ecf", self.ecf, "true or false")
+        _check(
+            isinstance(self.layout, str) and self.layout != "", "layout", self.layout, "`auto` or a layout"
+        )
 
     @classmethod
     def of(cls, settings: PlannerConfig | Mapping[str, Any] | None) -> PlannerConfig:
@@ -128,7 +139,8 @@ def make_planner(
         raise ConfigError(f"memory cap of {cap_mib!r} MiB per rank", fix="set planner.memory_cap_gib above 0")
     degrees = {c.degree for c, _ in table.classes if c.degree <= (config.max_degree or topology.world_size)}
     check_family(topology, config.family, degrees, config.max_groups_per_rank)
-    menu = OptionMenu(table, memory, topology, num_heads, cap_mib, config.family, config.max_degree)
+    menu_type = PolicyMenu if config.name in POLICIES else OptionMenu
+    menu = menu_type(table, memory, topology, num_heads, cap_mib, config.family, config.max_degree)
     planner = BatchPlanner(config, menu, load_solve(config.name))
     planner.warm_up()
     return planner
@@ -175,7 +187,8 @@ class BatchPlanner:
         for bucket in self.menu.table.buckets:
             if self.menu.choices(bucket):
                 problem, brief = self._problem(GlobalBatch.of(0, 0, [("warm-up", bucket)]))
-                self.solve(problem, brief)
+                with suppress(PlanningError):  # this bucket may never come alone, or not at all
+                    self.solve(problem, brief)
                 return
 
     def _problem(self, batch: GlobalBatch) -> tuple[PlacementProblem, Brief]:

@@ -14,7 +14,9 @@ from zellige_lightning.planner.compiled import zeros
 from zellige_lightning.planner.decider import NO_BUDGET, Attempt, Decider, light_groups
 from zellige_lightning.planner.problem import Cell, PlacementProblem, RankSet
 from zellige_lightning.planner.sand_kernel import pack_group
+from zellige_lightning.planner.search_kernel import UNKNOWN
 
+MOST_STEPS, CLOSING_STEPS = 14, 4
 POD_RANKS = 48  # divisible by nodes of 2, 4, 8, 16 ranks and by the degrees 2, 3, 4, 6, 8, 12, 16
 
 
@@ -120,19 +122,23 @@ def search_pods(
 
 
 def _place(problem: PlacementProblem, target: int, epsilon: float, node_limit: int) -> Attempt | None:
-    """The best attempt of targets that grow from `target` until one is met."""
+    """The best attempt of targets that grow from `target` until one is met, then of a few between."""
     present = replace(problem, groups=tuple(g for g in problem.groups if len(g)))
     names = [n for n, g in enumerate(problem.groups) if len(g)]
     decider = Decider(present, light_groups(present, 256))
-    best: Attempt | None = None
-    step = max(1, int(target * epsilon))
-    for _ in range(14):
-        answer = decider.attempt(target, NO_BUDGET, node_limit)
-        if answer.makespan_us is not None and (best is None or answer.makespan_us < (best.makespan_us or 0)):
-            best = answer
-        if best is not None and (best.makespan_us or 0) <= target:
+    best, low, step = Attempt(UNKNOWN), target, max(1, int(target * epsilon))
+    for _ in range(MOST_STEPS):
+        best = best.better(decider.attempt(target, NO_BUDGET, node_limit))
+        if best.meets(target):
             break
-        target, step = target + step, 2 * step
-    if best is None:
+        low, target, step = target + 1, target + step, 2 * step
+    for _ in range(CLOSING_STEPS):
+        if best.makespan_us is None or best.makespan_us <= low:
+            break
+        middle = (low + best.makespan_us) // 2
+        best = best.better(decider.attempt(middle, NO_BUDGET, node_limit))
+        if not best.meets(middle):
+            low = middle + 1
+    if best.makespan_us is None:
         return None
     return replace(best, cells=tuple(replace(c, group=names[c.group]) for c in best.cells))
