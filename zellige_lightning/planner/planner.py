@@ -186,12 +186,17 @@ class BatchPlanner:
         step."""
         for bucket in self.menu.table.buckets:
             if self.menu.choices(bucket):
-                problem, brief = self._problem(GlobalBatch.of(0, 0, [("warm-up", bucket)]))
+                problem, brief = self.problem(GlobalBatch.of(0, 0, [("warm-up", bucket)]))
                 with suppress(PlanningError):  # this bucket may never come alone, or not at all
                     self.solve(problem, brief)
                 return
 
-    def _problem(self, batch: GlobalBatch) -> tuple[PlacementProblem, Brief]:
+    def forget(self) -> None:
+        """Empties the cache."""
+        self._cache.clear()
+
+    def problem(self, batch: GlobalBatch) -> tuple[PlacementProblem, Brief]:
+        """What `solve` gets for a batch. Raises: PlanningError where a sequence fits no option."""
         problem, table = self.menu.problem(batch), self.menu.table
         buckets = [batch.sequences[group.members[0]].bucket for group in problem.groups]
         anchors = frozenset(g for g, bucket in enumerate(buckets) if self._cut.is_anchor(table, bucket))
@@ -200,7 +205,7 @@ class BatchPlanner:
     def plan(self, batch: GlobalBatch) -> Plan:
         """Raises: PlanningError, with the sequence named where it is one that does not fit."""
         start = time.perf_counter()
-        problem, brief = self._problem(batch)
+        problem, brief = self.problem(batch)
         key = tuple((batch.sequences[group.members[0]].bucket, len(group)) for group in problem.groups)
         self.num_plans += 1
         if (solution := self._cache.get(key)) is not None:

@@ -1,7 +1,8 @@
-"""The placement policies of other systems, each one file, each on the same engine, prices and memory cap as ours.
+"""The placement policies of other systems, each one file, each on the same engine, prices and memory cap as
+ours.
 
-A policy is a function `solve(problem, brief) -> Solution`, as every planner is. docs/POLICIES.md says what each one does
-and where it departs from the system that it is named after.
+A policy is a function `solve(problem, brief) -> Solution`, as every planner is. docs/POLICIES.md says what
+each one does and where it departs from the system that it is named after.
 """
 
 from __future__ import annotations

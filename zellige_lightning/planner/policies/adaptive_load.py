@@ -1,4 +1,5 @@
-"""AdaptiveLoad: whole sequences, balanced by an estimate of their compute (paper, Sec. II-C; arXiv 2605.17923)."""
+"""AdaptiveLoad: whole sequences, balanced by an estimate of their compute (paper, Sec. II-C; arXiv
+2605.17923)."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from zellige_lightning.planner.solution import Brief, Solution
 
 
 def solve_adaptive_load(problem: PlacementProblem, brief: Brief) -> Solution:
-    """The fixed-batch form: dearest sequence first, to the rank with the least estimated time whose memory stays under
-    the cap; if none has room, to the one with the least memory.
+    """The fixed-batch form: dearest sequence first, to the rank with the least estimated time whose memory
+    stays under the cap; if none has room, to the one with the least memory.
 
     Raises:
         PlanningError: the placement would run out of memory.
@@ -42,8 +43,8 @@ def batch_sizes(
 ) -> tuple[list[int], float]:
     """The sampler form: how many sequences of each length a rank draws at once, and the fitted exponent p.
 
-    B(S) = max(1, min(M_mem / S, M_comp / S^p)), with p the slope of log price over log length and M_comp the compute of
-    the longest bucket at B = 1.
+    B(S) = max(1, min(M_mem / S, M_comp / S^p)), with p the slope of log price over log length and M_comp
+    the compute of the longest bucket at B = 1.
 
     Args:
         lengths, prices_us: of the catalog's buckets, whole.

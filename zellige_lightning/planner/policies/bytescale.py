@@ -1,4 +1,5 @@
-"""ByteScale-like: a sequence is split only where memory forces it, by a ring (arXiv 2502.21231; no public code found)."""
+"""ByteScale-like: a sequence is split only where memory forces it, by a ring (arXiv 2502.21231; no public
+code found)."""
 
 from __future__ import annotations
 
@@ -11,8 +12,9 @@ from zellige_lightning.planner.solution import Brief, Solution
 
 
 def solve_bytescale(problem: PlacementProblem, brief: Brief) -> Solution:
-    """Dearest first: the smallest ring degree under which the sequence fits somewhere, on the rank set whose busiest rank
-    is least loaded. Rank sets may overlap, as its meshes do from one micro-batch to the next.
+    """Dearest first: the smallest ring degree under which the sequence fits somewhere, on the rank set
+    whose busiest rank is least loaded. Rank sets may overlap, as its meshes do from one micro-batch to the
+    next.
 
     Raises:
         PlanningError: a sequence finds no room.

@@ -1,7 +1,8 @@
-"""`disjoint`: the optimum over every layout of disjoint rank groups and every configuration per group (paper, Sec. III-B).
+"""`disjoint`: the optimum over every layout of disjoint rank groups and every configuration per group
+(paper, Sec. III-B).
 
-No system computes it in training. It is the best that any disjoint-group placement could do, so its distance to `exact`
-isolates the restriction itself.
+No system computes it in training. It is the best that any disjoint-group placement could do, so its
+distance to `exact` isolates the restriction itself.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from zellige_lightning.planner.solution import Brief, Solution
 
 
 def solve_disjoint(problem: PlacementProblem, brief: Brief) -> Solution:
-    """The better of the CP-SAT optimum and KnapFormer's best layout (which may have a group across nodes that CP-SAT's
-    model does not). `statuses` says whether the first is proven within `planner.deterministic_limit`.
+    """The better of the CP-SAT optimum and KnapFormer's best layout (which may have a group across nodes
+    that CP-SAT's model does not). `statuses` says whether the first is proven within
+    `planner.deterministic_limit`.
 
     Raises:
         PlanningError: no layout fits.

@@ -1,4 +1,5 @@
-"""FlexSP-like: disjoint power-of-two Ulysses groups by integer programming (Hetu-Galvatron, branch `flexsp`)."""
+"""FlexSP-like: disjoint power-of-two Ulysses groups by integer programming (Hetu-Galvatron, branch
+`flexsp`)."""
 
 from __future__ import annotations
 
@@ -13,11 +14,11 @@ from zellige_lightning.planner.solution import Brief, Solution
 
 
 def solve_flexsp(problem: PlacementProblem, brief: Brief) -> Solution:
-    """Groups of 2, 4, 8, ... ranks that cover all ranks, each with at least one sequence; the slowest one is minimal.
-    With fewer sequences than that takes, ranks idle.
+    """Groups of 2, 4, 8, ... ranks that cover all ranks, each with at least one sequence; the slowest one
+    is minimal. With fewer sequences than that takes, ranks idle.
 
-    As in its solver, no group has one rank (a world of one rank, or of an odd number, has no such cover). Its bucketing
-    by length, which rounds up, is not needed: the batch's own buckets are few.
+    As in its solver, no group has one rank (a world of one rank, or of an odd number, has no such cover).
+    Its bucketing by length, which rounds up, is not needed: the batch's own buckets are few.
 
     Raises:
         PlanningError: no such cover, or none that fits.

@@ -13,10 +13,11 @@ LENGTHS = (32_768, 16_384, 4_096, 0)  # its example's `--bucket_sizes`: lower en
 
 
 def solve_hotspa(problem: PlacementProblem, brief: Brief) -> Solution:
-    """Each length group gets the configuration, on equal consecutive rank groups, under which it alone ends earliest.
+    """Each length group gets the configuration, on equal consecutive rank groups, under which it alone ends
+    earliest.
 
-    The loads of a plan add up per rank. HotSPa waits between its length groups, so its own step would be no shorter than
-    this.
+    The loads of a plan add up per rank. HotSPa waits between its length groups, so its own step would be no
+    shorter than this.
 
     Raises:
         PlanningError: a length group fits no configuration, or all together run out of memory.

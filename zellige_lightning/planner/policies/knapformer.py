@@ -1,6 +1,8 @@
-"""KnapFormer: preconfigured disjoint Ulysses groups ("bags") and greedy routing by estimated compute (paper, Sec. II-C).
+"""KnapFormer: preconfigured disjoint Ulysses groups ("bags") and greedy routing by estimated compute
+(paper, Sec. II-C).
 
-Its `SequenceBalancer`, with the memory constraint that the paper adds. A bag may stay empty; then its ranks idle.
+Its `SequenceBalancer`, with the memory constraint that the paper adds. A bag may stay empty; then its ranks
+idle.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ Counts = list[int]  # sequences of each group of the problem
 
 
 def solve_knapformer(problem: PlacementProblem, brief: Brief) -> Solution:
-    """The layout of `planner.layout`, such as `g1n2+g2n1+g4n1`; `auto` takes the best one under the memory cap.
+    """The layout of `planner.layout`, such as `g1n2+g2n1+g4n1`; `auto` takes the best one under the memory
+    cap.
 
     Raises:
         ConfigError: a layout that cannot be read, or that the world or the heads do not allow.
@@ -111,8 +114,8 @@ def _required(problem: PolicyProblem, sizes: Sizes, brief: Brief) -> Ledger:
 def place(problem: PolicyProblem, sizes: Sizes) -> Ledger | None:
     """The balancer's assignment; None where a sequence has no option in the bag that it is routed to.
 
-    A world of several times the layout's ranks is that many replicas, dealt the sequences in turn: nothing is balanced
-    between them.
+    A world of several times the layout's ranks is that many replicas, dealt the sequences in turn: nothing
+    is balanced between them.
     """
     total = sum(sizes)
     replicas = problem.world_size // total

@@ -71,9 +71,9 @@ def require_whole(problem: PolicyProblem, group: int, brief: Brief) -> Choice:
     if choice is None:
         which = problem.groups[group]
         raise PlanningError(
-            f"{brief.config.name} keeps sequences whole, and sequence {which.members[0]} (bucket {which.bucket!r}, "
-            f"{which.num_tokens} tokens) does not fit on one rank under the cap of {problem.cap_mib} MiB: it would "
-            "run out of memory",
+            f"{brief.config.name} keeps sequences whole, and sequence {which.members[0]} (bucket "
+            f"{which.bucket!r}, {which.num_tokens} tokens) does not fit on one rank under the cap of "
+            f"{problem.cap_mib} MiB: it would run out of memory",
             fix="raise planner.memory_cap_gib, or choose a policy that splits sequences",
             step=brief.step,
         )
@@ -84,8 +84,8 @@ def no_option(problem: PolicyProblem, group: int, wanted: str, brief: Brief) -> 
     """For a rule that names an option which the group does not have."""
     which = problem.groups[group]
     return PlanningError(
-        f"{brief.config.name} has no {wanted} for bucket {which.bucket!r} ({which.num_tokens} tokens) that is priced, "
-        f"has a process group and fits under the cap of {problem.cap_mib} MiB",
+        f"{brief.config.name} has no {wanted} for bucket {which.bucket!r} ({which.num_tokens} tokens) "
+        f"that is priced, has a process group and fits under the cap of {problem.cap_mib} MiB",
         fix="set planner.family=contiguous, profile more configurations, or raise planner.memory_cap_gib",
         step=brief.step,
     )

@@ -1,4 +1,5 @@
-"""Megatron-like hybrid context parallelism: dynamic power-of-two groups (Megatron-LM's `BalancedCPScheduler`)."""
+"""Megatron-like hybrid context parallelism: dynamic power-of-two groups (Megatron-LM's
+`BalancedCPScheduler`)."""
 
 from __future__ import annotations
 
@@ -14,11 +15,12 @@ SLACK = 1.05  # a group takes sequences until it has 5 % more work than the firs
 
 
 def solve_megatron(problem: PlacementProblem, brief: Brief) -> Solution:
-    """Degree 2^ceil(log2(L / longest)); sub-steps of aligned ring groups of about equal work L^2 / degree; in the last
-    one the smallest groups double until all ranks work.
+    """Degree 2^ceil(log2(L / longest)); sub-steps of aligned ring groups of about equal work L^2 / degree;
+    in the last one the smallest groups double until all ranks work.
 
-    `longest`, its flag `--max-seqlen-per-dp-cp-rank`, is a user's guess: here the best of the powers of two below the
-    longest sequence. Its barriers between sub-steps are not in a plan's loads, which is in its favour.
+    `longest`, its flag `--max-seqlen-per-dp-cp-rank`, is a user's guess: here the best of the powers of two
+    below the longest sequence. Its barriers between sub-steps are not in a plan's loads, which is in its
+    favour.
 
     Raises:
         PlanningError: no choice of `longest` fits.

@@ -1,8 +1,9 @@
-"""What a policy may choose from: every priced option, also those that no optimum would take, and the catalog."""
+"""What a policy may choose from: every priced option, also those that no optimum would take, and the
+catalog."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from zellige_lightning.errors import PlanningError
@@ -23,7 +24,7 @@ class PolicyProblem(PlacementProblem):
         node_of: node of each rank.
     """
 
-    workload: Workload = Workload(1.0, 0.0)
+    workload: Workload = field(default_factory=Workload)
     num_heads: int = 1
     node_of: tuple[int, ...] = ()
 
@@ -37,8 +38,8 @@ class PolicyProblem(PlacementProblem):
         }
 
     def find(self, group: int, config: ParallelConfig, ranks: RankSet) -> int | None:
-        """Index of the choice that gives `group` this option; None where it is none (no price, no process group,
-        or more memory than the cap)."""
+        """Index of the choice that gives `group` this option; None where it is none (no price, no process
+        group, or more memory than the cap)."""
         return self._index.get((group, config, ranks))
 
     def choice(self, group: int, config: ParallelConfig, ranks: RankSet) -> Choice | None:

@@ -12,7 +12,8 @@ from zellige_lightning.planner.solution import Brief, Solution
 
 
 def solve_naive(problem: PlacementProblem, brief: Brief) -> Solution:
-    """Longest sequence first, to the rank with the fewest tokens (ties: lowest rank). Memory is not looked at.
+    """Longest sequence first, to the rank with the fewest tokens (ties: lowest rank). Memory is not looked
+    at.
 
     Raises:
         PlanningError: the placement would run out of memory.

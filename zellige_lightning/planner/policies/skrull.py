@@ -1,4 +1,5 @@
-"""Skrull-like: each sequence is either whole on one rank or split over all ranks (NeurIPS 2025; no public code found)."""
+"""Skrull-like: each sequence is either whole on one rank or split over all ranks (NeurIPS 2025; no public
+code found)."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ MOST_TRIED = 64  # split counts inside the anchors' buckets; beyond them whole b
 
 
 def solve_skrull(problem: PlacementProblem, brief: Brief) -> Solution:
-    """The m longest sequences go over all ranks with the cheapest configuration of that degree, the rest are dealt
-    whole, dearest first to the least-loaded rank with room; the best m counts.
+    """The m longest sequences go over all ranks with the cheapest configuration of that degree, the rest
+    are dealt whole, dearest first to the least-loaded rank with room; the best m counts.
 
     Raises:
         PlanningError: no m stays under the cap.
@@ -60,7 +61,8 @@ def _place(problem: PolicyProblem, order: list[int], num_split: int) -> Ledger |
 
 
 def _deal(ledger: Ledger, group: int, count: int) -> bool:
-    """`count` members whole, each to the least-loaded rank that has room. Only the rank that takes one changes."""
+    """`count` members whole, each to the least-loaded rank that has room. Only the rank that takes one
+    changes."""
     choice = ledger.choice(group, WHOLE, (0,))
     if count and choice is None:
         return False

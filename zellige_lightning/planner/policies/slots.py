@@ -1,7 +1,7 @@
 """The best placement on disjoint rank groups as a CP-SAT model: which groups there are, and what each takes.
 
-Interchangeable groups are counted, not named: a *slot* is the i-th group of one configuration on one node. Groups lie
-inside a node, or cover whole nodes.
+Interchangeable groups are counted, not named: a *slot* is the i-th group of one configuration on one node.
+Groups lie inside a node, or cover whole nodes.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ from zellige_lightning.planner.solution import Brief, Solution
 
 
 def solve_usp(problem: PlacementProblem, brief: Brief) -> Solution:
-    """Every sequence in P = u r equal shards: Ulysses over u neighbours, a ring over r. With P < N the N / P groups
-    share the sequences, dearest first.
+    """Every sequence in P = u r equal shards: Ulysses over u neighbours, a ring over r. With P < N the N /
+    P groups share the sequences, dearest first.
 
     `planner.layout` names the factorization, such as `u4r2`; `auto` takes the best one over all ranks, P = N.
 

@@ -1,4 +1,5 @@
-"""The work of a sequence by its length, as rivals estimate it: a L + b L^2, fitted to measured whole sequences."""
+"""The work of a sequence by its length, as rivals estimate it: a L + b L^2, fitted to measured whole
+sequences."""
 
 from __future__ import annotations
 
@@ -14,13 +15,13 @@ class Workload:
     gamma = 6 d quadratic / linear.
     """
 
-    linear: float
-    quadratic: float
+    linear: float = 1.0
+    quadratic: float = 0.0
 
     @classmethod
     def fit(cls, points: Sequence[tuple[int, int]]) -> Workload:
-        """Ordinary least squares without intercept over (tokens, price) points; a term that would be negative is
-        left out."""
+        """Ordinary least squares without intercept over (tokens, price) points; a term that would be
+        negative is left out."""
         s2 = sum(float(x) ** 2 for x, _ in points)
         s3 = sum(float(x) ** 3 for x, _ in points)
         s4 = sum(float(x) ** 4 for x, _ in points)
