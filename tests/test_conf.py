@@ -20,7 +20,7 @@ from zellige_lightning.cli import explain
 from zellige_lightning.datamodule import ZelligeDataModule, as_catalog
 from zellige_lightning.errors import ConfigError
 from zellige_lightning.instantiate import check_targets, instantiate, resolved
-from zellige_lightning.planner.planner import PlannerConfig
+from zellige_lightning.planner.planner import PLANNERS, PlannerConfig
 from zellige_lightning.profiler import ProfilerConfig
 from zellige_lightning.recipes.train import train
 from zellige_lightning.recipes.wan21.demo_data import DemoDataModule
@@ -99,6 +99,13 @@ def test_the_demo_instantiates() -> None:
 )
 def test_groups_equal_the_defaults_in_python(group: str, cls: Any) -> None:
     assert plain(composed()[group]) == field_defaults(cls)
+
+
+def test_every_planner_option_names_its_planner() -> None:
+    options = [option.split("/")[1] for option in OPTIONS if option.startswith("planner/")]
+    assert {"paper", "joint", "exact"} <= set(options) <= set(PLANNERS)
+    for option in options:
+        assert PlannerConfig.of(plain(composed(f"planner={option}").planner)).name == option
 
 
 def test_nodes_equal_the_defaults_in_python() -> None:
