@@ -116,9 +116,9 @@ def degrees(largest: int, heads: int = 12, further: tuple[int, ...] = ()) -> lis
     ]
 
 
-def random_mix(rng: random.Random, world_size: int, num_sequences: int, **kwargs: object) -> Mix:
+def random_mix(rng: random.Random, world_size: int, num_sequences: int, heads: int = 12, dim: int = 8) -> Mix:
     """Rank sets overlap freely, lengths may be smaller than the degree, some ranks may be idle."""
-    configs = [c for c in degrees(world_size) if c.degree <= world_size]
+    configs = degrees(world_size, heads)
     busy = rng.sample(range(world_size), rng.randint(2, world_size))
     options = []
     for _ in range(num_sequences):
@@ -127,4 +127,4 @@ def random_mix(rng: random.Random, world_size: int, num_sequences: int, **kwargs
         # the same placement twice in a row now and then, so that Ulysses sequences coalesce
         options.append(rng.choice([PlacementOption(config, ranks), whole(rng.choice(busy)), *options[-2:]]))
     lengths = tuple(rng.choice([1, 2, 5, 33, 64, 64, 100]) for _ in options)
-    return Mix(world_size, lengths, tuple(options), seed=rng.getrandbits(30), **kwargs)  # type: ignore[arg-type]
+    return Mix(world_size, lengths, tuple(options), heads, dim, seed=rng.getrandbits(30))

@@ -51,13 +51,14 @@ class SplitAttention:
 
     def __init__(self, block: Block, rank: int, transport: GroupTransport, counters: Counters) -> None:
         self.layout = BlockLayout(block, block.ranks.index(rank))
-        self._config, self._ranks = block.config, block.ranks
+        self._block, self._config, self._phase = block, block.config, "forward"
         self._transport, self._counters = transport, counters
         self._queries = PackedLengths(self.layout.query_lengths)
         self._members: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> InFlight:
         """Of local q, k, v `[t, H, D]`; returns out `[t, H, D]` and lse `[t, H]`."""
+        self._phase = "forward"
         dim, dtype = q.shape[-1], q.dtype
         q, k, v = yield from self._scatter_heads((q, k, v))
         kv = yield from self._gather_keys(k, v)
@@ -72,6 +73,7 @@ class SplitAttention:
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
     ) -> InFlight:
         """Of local tensors as `forward` saw and returned them; returns dq, dk, dv `[t, H, D]`."""
+        self._phase = "backward"
         dim, dtype = q.shape[-1], q.dtype
         columns = _as_columns(lse, dtype)
         q, k, v, out, dout, columns = yield from self._scatter_heads((q, k, v, out, dout, columns))
@@ -207,7 +209,7 @@ class SplitAttention:
         return exchange.wait()
 
     def _start(self, send: Tensor, rows: tuple[Rows, Rows], kind: str) -> Exchange:
-        return self._transport.exchange(send, *rows, self._ranks, self.layout.position, kind)
+        return self._transport.exchange(send, *rows, self._block, self.layout.position, kind, self._phase)
 
 
 def _merge(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from zellige_lightning.engine.groups import ProcessGroupCache
 from zellige_lightning.errors import CollectiveError, EngineError
+from zellige_lightning.placement import Block
 
 
 @dataclass
@@ -44,7 +45,7 @@ class Exchange:
     work: Work
     sent: Tensor
     received: Tensor
-    describe: Callable[[], str]
+    failure: Callable[[RuntimeError], CollectiveError]
 
     def wait(self) -> Tensor:
         """The received rows.
@@ -55,7 +56,7 @@ class Exchange:
         try:
             self.work.wait()
         except RuntimeError as error:
-            raise CollectiveError(f"{self.describe()} failed: {error}") from error
+            raise self.failure(error) from error
         return self.received
 
 
@@ -70,20 +71,24 @@ class GroupTransport:
         send: Tensor,
         send_rows: tuple[int, ...],
         receive_rows: tuple[int, ...],
-        ranks: tuple[int, ...],
+        block: Block,
         position: int,
         kind: str,
+        phase: str,
     ) -> Exchange:
         """Start an all-to-all of rows.
 
         Args:
             send: `[sum(send_rows), ...]`, contiguous, ordered by position in the rank set.
             send_rows, receive_rows: rows to and from each position; both sides come from one table.
-            position: of this rank in `ranks`.
-            kind: `ulysses`, `all_gather`, `ring` or `reduce_scatter`; for the counters and for messages.
+            block: what the exchange is part of; its rank set is who takes part.
+            position: of this rank in the rank set.
+            kind: `ulysses`, `all_gather`, `ring`, `ring_gradient` or `reduce_scatter`, as counted.
+            phase: `forward` or `backward`, for messages.
 
         Raises:
             EngineError: a buffer that is not contiguous (gloo would corrupt it silently) or of another size.
+            CollectiveError: a peer is gone; names the block, the rank set and the phase.
         """
         if not send.is_contiguous() or send.shape[0] != sum(send_rows):
             raise EngineError(
@@ -96,8 +101,11 @@ class GroupTransport:
             (sum(send_rows) - send_rows[position]) * width * send.element_size()
         )
 
-        def describe() -> str:
-            return f"{kind} exchange of ranks {ranks} (rows sent {send_rows}, received {receive_rows})"
+        def failure(error: RuntimeError) -> CollectiveError:
+            return CollectiveError(
+                f"the {kind} exchange in the {phase} of {_name(block)} failed: {error}",
+                fix="the cause is on another of these ranks, which is gone or late: see its messages",
+            )
 
         try:
             work = dist.all_to_all_single(
@@ -105,9 +113,15 @@ class GroupTransport:
                 send.view(-1),
                 [rows * width for rows in receive_rows],
                 [rows * width for rows in send_rows],
-                group=self._groups.get(ranks),
+                group=self._groups.get(block.ranks),
                 async_op=True,
             )
         except RuntimeError as error:
-            raise CollectiveError(f"{describe()} failed: {error}") from error
-        return Exchange(work, send, received, describe)
+            raise failure(error) from error
+        return Exchange(work, send, received, failure)
+
+
+def _name(block: Block) -> str:
+    sequences = [str(s.sequence) for s in block.segments]
+    shown = ", ".join(sequences[:4] + ["..."] * (len(sequences) > 4))
+    return f"sequence {shown} split {block.config} over ranks {block.ranks}"
