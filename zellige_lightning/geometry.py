@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import torch
@@ -77,6 +78,7 @@ def held_and_peak(
         held = torch.cuda.memory_allocated(device) - base
         backward(loss)
         return held, torch.cuda.max_memory_allocated(device) - base
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would print a line for each start and stop
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         loss = forward()
         with torch.profiler.record_function(_FORWARD_ENDS):
