@@ -47,7 +47,6 @@ class AttentionRouter:
 
     def __init__(self) -> None:
         self.attention: Attention | None = None
-        self.calls: list[str] = []
         self._handles: list[RemovableHandle] = []
         self._open: list[_Route] = []
 
@@ -55,12 +54,14 @@ class AttentionRouter:
         """Route the calls inside `module`; `name` is used in messages."""
 
         def enter(module: nn.Module, args: Any) -> None:
-            route = _Route(self, name)
+            route = _Route(self, name, module)
             route.__enter__()
             self._open.append(route)
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
-            self._open.pop().__exit__(None, None, None)
+            # not entered, if a hook before ours failed
+            if self._open and self._open[-1].module is module:
+                self._open.pop().__exit__(None, None, None)
 
         self._handles.append(module.register_forward_pre_hook(enter))
         self._handles.append(module.register_forward_hook(leave, always_call=True))
@@ -70,6 +71,8 @@ class AttentionRouter:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        while self._open:  # hooks do not run on an interrupt, after which a notebook goes on
+            self._open.pop().__exit__(None, None, None)
 
     @contextmanager
     def answered_by(self, attention: Attention | None) -> Iterator[None]:
@@ -82,9 +85,9 @@ class AttentionRouter:
 
 
 class _Route(TorchFunctionMode):
-    def __init__(self, router: AttentionRouter, name: str) -> None:
+    def __init__(self, router: AttentionRouter, name: str, module: nn.Module) -> None:
         super().__init__()
-        self._router, self._name = router, name
+        self._router, self._name, self.module = router, name, module
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention and self._router.attention is not None:
@@ -108,16 +111,21 @@ class _Route(TorchFunctionMode):
                 f"module {self._name!r} calls attention with a mask, dropout or causality",
                 fix="the engine computes full attention within each sequence; remove mask and dropout",
             )
-        if query.dim() != 4 or query.shape[0] != 1 or key.shape[2] != query.shape[2]:
+        packed = query.dim() == key.dim() == 4 and query.shape[0] == key.shape[0] == 1
+        if not packed or key.shape[2] != query.shape[2]:
             raise EngineError(
                 f"module {self._name!r} calls attention with query {tuple(query.shape)} and key"
                 f" {tuple(key.shape)}, not self-attention over [1, H, T, D] packed tokens",
                 fix="match only self-attention modules in `coalesced_attention`, and pack the tokens",
             )
         if enable_gqa:
-            repeats = query.shape[1] // key.shape[1]
+            repeats, rest = divmod(query.shape[1], key.shape[1])
+            if rest:
+                raise EngineError(
+                    f"module {self._name!r} has {query.shape[1]} query heads and {key.shape[1]} key heads",
+                    fix="the number of query heads must be a multiple of that of key heads",
+                )
             key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
-        self._router.calls.append(self._name)
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         assert self._router.attention is not None
         out = self._router.attention(q, k, v, scale)
