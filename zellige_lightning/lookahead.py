@@ -7,15 +7,16 @@ them one step ahead, across epoch ends too; the hook only waits for what is not 
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
 from zellige_lightning.agreement import Agreement
+from zellige_lightning.background import Background
 from zellige_lightning.batch import RankBatch, materialize
 from zellige_lightning.errors import DataError, PlanningError, ZelligeError
 from zellige_lightning.loader import GlobalBatchLoader
@@ -106,34 +107,6 @@ class StepPreparer:
             ) from error
 
 
-class Background:
-    """One daemon thread that runs jobs in order. Daemonic, so that a job stuck in a dead collective cannot keep the
-    process alive."""
-
-    def __init__(self, name: str) -> None:
-        self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
-        self._thread.start()
-
-    def submit(self, job: Callable[[], Any]) -> Future[Any]:
-        future: Future[Any] = Future()
-        self._jobs.put((future, job))
-        return future
-
-    def close(self, timeout_s: float | None) -> None:
-        """Let the jobs that were handed in finish, then end the thread."""
-        self._jobs.put(None)
-        self._thread.join(timeout_s)
-
-    def _work(self) -> None:
-        while (item := self._jobs.get()) is not None:
-            future, job = item
-            try:
-                future.set_result(job())
-            except BaseException as error:
-                future.set_exception(error)
-
-
 class PendingStep:
     """What the loader yields: a step that may still be in preparation. Not a dataclass: a half-precision plugin would
     walk into its fields.
@@ -165,6 +138,7 @@ class LookaheadLoader:
         window: global batches per optimizer step in an epoch.
         limit: batches of an epoch that the trainer will use.
         processed: batches of the current epoch that the trainer has trained.
+        resume: the position to go on from, asked at the first batch; None to start an epoch.
         before_first: runs in the main thread before the first batch is prepared (profiling).
         depth: batches that are prepared ahead.
         fixed_epoch: the epoch to repeat, where the trainer overfits some batches; else None.
@@ -178,6 +152,7 @@ class LookaheadLoader:
         window: Callable[[int], int],
         limit: Callable[[], int],
         processed: Callable[[], int],
+        resume: Callable[[], dict[str, int] | None],
         before_first: Callable[[], None],
         depth: int = 1,
         fixed_epoch: int | None = None,
@@ -185,7 +160,8 @@ class LookaheadLoader:
         self.loader = loader
         self.sampler = self  # Lightning tells the epoch to `loader.sampler.set_epoch`
         self._prepare, self._window, self._limit, self._processed = prepare, window, limit, processed
-        self._before_first, self._depth, self._fixed_epoch = before_first, depth, fixed_epoch
+        self._resume, self._before_first, self._depth = resume, before_first, depth
+        self._fixed_epoch = fixed_epoch
         self._background: Background | None = None
         self._pending: dict[tuple[int, int], PendingStep] = {}
         self._epoch = self._delivered = 0
@@ -201,12 +177,18 @@ class LookaheadLoader:
     def state_dict(self) -> dict[str, int]:
         return {"epoch": self._epoch, "delivered": min(self._delivered, self._processed())}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self._epoch, self._delivered = int(state["epoch"]), int(state["delivered"])
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Only foreign states come this way, since ours are kept apart (`position`): there is nothing to go on from."""
+        rank_zero_warn(
+            f"the checkpoint's position {sorted(state)} is of another dataloader: the epoch starts from its first batch"
+        )
 
     def __iter__(self) -> Iterator[PendingStep]:
         # A generator: nothing starts before the first `next`, since Lightning also calls iter() only to look.
         self._before_first()
+        position = self._resume()
+        if position is not None and position["epoch"] == self._epoch and not self._delivered:
+            self._delivered = int(position["delivered"])
         epoch = self._epoch
         for index in range(self._delivered, len(self._batches(epoch))):
             pending = self._ask(epoch, index)

@@ -58,10 +58,10 @@ class CoalescedAttentionMixin:
         """
         batch = self._planned_batch
         if batch is not None:
-            trainer = self._trainer  # type: ignore[attr-defined]
-            everybody = trainer.world_size > 1 and not kwargs.get("rank_zero_only")
-            kwargs.setdefault("sync_dist", everybody)
-            kwargs.setdefault("batch_size", len(batch.global_batch.sequences))
+            world_size = self._trainer.world_size  # type: ignore[attr-defined]
+            kwargs.setdefault("sync_dist", world_size > 1 and not kwargs.get("rank_zero_only"))
+            # Lightning averages these weights over the ranks as integers: multiples of N lose nothing.
+            kwargs.setdefault("batch_size", world_size * len(batch.global_batch.sequences))
             value = value.detach() if isinstance(value, Tensor) else value
         super().log(name, value, *args, **kwargs)  # type: ignore[misc]
 

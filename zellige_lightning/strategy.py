@@ -34,6 +34,7 @@ from zellige_lightning.lookahead import LookaheadLoader, PendingStep, PlannedSte
 from zellige_lightning.mixin import CoalescedAttentionMixin
 from zellige_lightning.monitor import MakespanMonitor
 from zellige_lightning.planner import PlannerConfig, ProfileTable
+from zellige_lightning.position import position_in, set_apart
 from zellige_lightning.preemption import Preemption
 from zellige_lightning.preparation import Job, prepare_planner
 from zellige_lightning.profiler import HardwareProfiler, ProfilerConfig
@@ -101,6 +102,8 @@ class ZelligeStrategy(DDPStrategy):
         self._preemption: Preemption | None = None
         self._services: Services | None = None
         self._loaders: list[LookaheadLoader] = []
+        self._position: dict[str, int] | None = None
+        self._alone = False  # after a failure inside a step nobody answers any more
         self._timer = StepTimer()
 
     # ---- set-up ---------------------------------------------------------------------------------------------
@@ -182,6 +185,7 @@ class ZelligeStrategy(DDPStrategy):
             window=self._accumulation,
             limit=lambda: int(min(trainer.num_training_batches, len(loader))),
             processed=lambda: trainer.fit_loop.epoch_loop.batch_progress.current.processed,
+            resume=lambda: self._position if trainer.fit_loop.restarting else None,
             before_first=lambda: self.prepare_planning(loader),
             depth=self._lookahead,
             fixed_epoch=0 if trainer.overfit_batches else None,
@@ -318,6 +322,18 @@ class ZelligeStrategy(DDPStrategy):
             exposed_ms=step.exposed_ms,
         )
 
+    # ---- checkpoints ----------------------------------------------------------------------------------------
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        if self._loaders:
+            set_apart(checkpoint)
+        super().save_checkpoint(checkpoint, *args, **kwargs)
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(*args, **kwargs)
+        self._position = position_in(checkpoint)
+        return checkpoint
+
     # ---- stopping and failing -------------------------------------------------------------------------------
 
     def on_train_start(self) -> None:
@@ -334,7 +350,21 @@ class ZelligeStrategy(DDPStrategy):
         if self._services is None:
             return error
         step = self.planned_step.rank_batch.global_batch.step if self.planned_step is not None else None
-        return self._services.failures.resolve(error, self._phase, step)
+        resolved = self._services.failures.resolve(error, self._phase, step)
+        self._alone = self.world_size > 1 and isinstance(error, Exception) and not getattr(error, "agreed", False)
+        return resolved
+
+    # What saves a checkpoint on an exception must not wait for, or be hidden by, ranks that are gone.
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        if not self._alone:
+            super().barrier(*args, **kwargs)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return obj if self._alone else super().broadcast(obj, src)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        return decision if self._alone else super().reduce_boolean_decision(decision, all=all)
 
     def on_exception(self, exception: BaseException) -> None:
         together = isinstance(exception, SIGTERMException) or getattr(exception, "agreed", False)

@@ -11,7 +11,6 @@ from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
 
 from tests.distributed import run_distributed
 from tests.lightning.toy import (
-    Toy,
     batches_of,
     callback_of,
     digest,
