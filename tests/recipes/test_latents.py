@@ -35,8 +35,9 @@ def test_folders_become_global_batches(tmp_path: Path) -> None:
     assert {sequence.key for sequence in batch.sequences} == {sample.key for sample in SAMPLES}
     assert batch.num_tokens == 6 + 4 + 12
     (held_out,) = list(data.val_dataloader())
-    assert held_out.tokens["latents"].shape == (6, 64)
-    assert [sequence.key for sequence in held_out.sequences] == ["image/0"]
+    assert [sequence.key for sequence in held_out.batch.sequences] == ["image/0"]
+    latents = inner.val_dataloader().dataset.read_tokens(held_out.batch.sequences[0], range(2, 6))["latents"]
+    assert latents.tolist() == [[7.0] * 64] * 4
 
 
 def test_without_held_out_samples_there_is_no_validation(tmp_path: Path) -> None:
