@@ -1,10 +1,13 @@
-"""The modeled cluster and the workload suites that the planner is measured on. Nothing here was measured on a GPU.
+"""The modeled cluster and the workload suites that the planner is measured on. Nothing here was measured
+on a GPU.
 
-Wan2.1-1.3B with full checkpointing: forward twice, backward once. See docs/results for what the constants mean.
+Wan2.1-1.3B with full checkpointing: forward twice, backward once. See docs/results for what the constants
+mean.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -40,7 +43,7 @@ class Machine:
 
 def price_us(
     num_tokens: int, config: ParallelConfig, crosses_nodes: bool, machine: Machine = Machine()
-) -> int:  # noqa: B008
+) -> int:
     """Modeled price per participating rank."""
     local = num_tokens / config.degree
     linear = local * (12 * WIDTH**2 + 4 * WIDTH * FFN) * 4 / (machine.peak * machine.linear_share)
@@ -55,7 +58,8 @@ def price_us(
 
 
 def _communication_s(local: float, config: ParallelConfig, crosses_nodes: bool, machine: Machine) -> float:
-    """Per layer over two forwards and a backward of twice a forward's traffic; a ring hides behind its compute."""
+    """Per layer over two forwards and a backward of twice a forward's traffic; a ring hides behind its
+    compute."""
     rate = machine.cross_bytes_per_s if crosses_nodes else machine.node_bytes_per_s
     token = WIDTH * 2  # bytes of one of q, k, v, o
     seconds = 0.0
@@ -88,7 +92,8 @@ def buckets(seconds: int) -> list[Bucket]:
 
 
 def table(topology: Topology, seconds: int, max_degree: int) -> ProfileTable:
-    """Prices of every bucket, configuration and topology class that aligned rank sets of the topology have."""
+    """Prices of every bucket, configuration and topology class that aligned rank sets of the topology
+    have."""
     prices = {}
     for config in paper_configs(min(max_degree, topology.world_size)):
         starts = range(0, topology.world_size - config.degree + 1, config.degree)
@@ -120,3 +125,19 @@ def suite_counts(share: int, seconds: int, total_tokens: int) -> dict[Bucket, in
 
 def batch_of(counts: Iterable[tuple[Bucket, int]], step: int = 0) -> GlobalBatch:
     return GlobalBatch.of(step, 0, ((f"{b.name}/{i}", b) for b, count in counts for i in range(count)))
+
+
+def random_counts(rng: random.Random, seconds: int, total_tokens: int) -> dict[Bucket, int]:
+    """A batch with the suites' mixes, each part of them scaled by 0.3 to 1.7, and 20 to 80 % video tokens."""
+    share = rng.uniform(0.2, 0.8)
+    parts = []
+    for mix, of in ((VIDEO_MIX, share), (IMAGE_MIX, 1 - share)):
+        weights = [part * rng.uniform(0.3, 1.7) for part, _ in mix.values()]
+        parts += [of * weight / sum(weights) for weight in weights]
+    wanted = [total_tokens * part / b.num_tokens for b, part in zip(buckets(seconds), parts, strict=True)]
+    return {b: int(n) + (rng.random() < n - int(n)) for b, n in zip(buckets(seconds), wanted, strict=True)}
+
+
+def mean_memory_mib(batch: GlobalBatch, world: int) -> float:
+    """Memory of all sequences kept whole, per rank."""
+    return sum(MEMORY.memory_mib(s.num_tokens, ParallelConfig()) for s in batch.sequences) / world

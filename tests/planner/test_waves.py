@@ -57,3 +57,15 @@ def test_waves_do_not_help_a_sequence_that_fits_nowhere() -> None:
 def test_an_empty_batch_is_one_empty_wave() -> None:
     (wave,) = planner(2, name="exact").plan_waves(batch({}))
     assert (wave.members, wave.plan.options) == ((), ())
+
+
+def test_another_wave_is_taken_where_it_is_faster() -> None:
+    """Memory is too tight to split the one video, so one wave waits for it; in two waves it may be split."""
+    counts = {"v720": 1, "i720": 120, "i256": 600}
+    what, cap = batch(counts), int(mean_memory(counts, 4) * 1.005)
+    free = planner(4, 10**6, name="exact").plan(what).makespan_us
+    made = planner(4, cap, name="exact")
+    assert made.plan(what).makespan_us > 3 * free
+    waves = made.plan_waves(what)
+    assert len(waves) == 2
+    assert sum(wave.plan.makespan_us for wave in waves) <= 1.01 * free

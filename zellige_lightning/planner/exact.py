@@ -20,6 +20,7 @@ CPSAT_LIMIT = 10.0  # deterministic time of the rescue by CP-SAT
 
 def solve_exact(problem: PlacementProblem, brief: Brief) -> Solution:
     """`search_problem` in the largest common unit of all prices: rescaling them changes no placement."""
+    check_range(problem)
     unit = gcd(*(c.price_us for g in problem.groups for c in g.choices))
     if unit <= 1:
         return search_problem(problem, brief)
@@ -29,6 +30,17 @@ def solve_exact(problem: PlacementProblem, brief: Brief) -> Solution:
     )
     solution = search_problem(replace(problem, groups=tuple(groups)), brief)
     return replace(solution, bound_us=solution.bound_us * unit)
+
+
+def check_range(problem: PlacementProblem) -> None:
+    """Products of times and memories must stay inside 63 bits. Raises: PlanningError naming the sums."""
+    time_us = sum(len(g) * max(c.price_us for c in g.choices) for g in problem.groups)
+    largest = max(problem.cap_mib, 1024 * problem.world_size)
+    if time_us * largest >= 1 << 61:
+        raise PlanningError(
+            f"prices add up to {time_us} us under a cap of {problem.cap_mib} MiB, beyond what is searched",
+            fix="check the profile's unit (microseconds) and planner.memory_cap_gib",
+        )
 
 
 def search_problem(problem: PlacementProblem, brief: Brief) -> Solution:

@@ -1,4 +1,8 @@
-"""Filler Packing: whole fillers into the remaining time and memory headroom (paper, Eq. (8))."""
+"""Filler Packing: whole fillers into the remaining time and memory headroom (paper, Eq. (8)).
+
+Eq. (8) may compare a time slack with a memory slack because each is a share of its own whole: of F, what a
+rank would work if all were even, and of M_cap, what it may hold.
+"""
 
 from __future__ import annotations
 

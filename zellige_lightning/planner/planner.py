@@ -220,7 +220,7 @@ class BatchPlanner:
         return replace(plan, solve_ms=(time.perf_counter() - start) * 1e3)
 
     def plan_waves(self, batch: GlobalBatch) -> list[Wave]:
-        """The batch as the fewest waves that all plan. Raises: PlanningError where none do."""
+        """The batch as waves that all plan, see `plan_waves`. Raises: PlanningError where none do."""
         return plan_waves(self, batch)
 
     def _solve(self, batch: GlobalBatch, problem: PlacementProblem, brief: Brief) -> Solution:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import TYPE_CHECKING
@@ -10,11 +11,13 @@ from typing import TYPE_CHECKING
 from zellige_lightning.errors import PlanningError
 from zellige_lightning.placement.plan import Plan
 from zellige_lightning.placement.sequence import GlobalBatch
+from zellige_lightning.planner.bounds import lower_bound
 
 if TYPE_CHECKING:
     from zellige_lightning.planner.planner import BatchPlanner
 
 MOST_WAVES = 8
+WORTH_A_WAVE = 0.02  # excess over the area bound above which another wave is tried
 
 
 @dataclass(frozen=True)
@@ -34,31 +37,43 @@ class Wave:
 
 
 def plan_waves(planner: BatchPlanner, batch: GlobalBatch, most_waves: int = MOST_WAVES) -> list[Wave]:
-    """The batch as the fewest waves that all plan; one if it fits at once.
+    """The batch as the fewest waves that all plan; one if it fits at once. One wave more where that is
+    predicted to take less time, as it may where the fewest barely fit (every wave pays the fixed step cost).
 
     Raises:
         PlanningError: a sequence fits no option, or `most_waves` are not enough.
     """
-    everything = tuple(range(len(batch.sequences)))
-    needs = [_least_memory(planner, batch, i) for i in everything]  # raises where nothing fits
+    needs = [_least_memory(planner, batch, s.index) for s in batch.sequences]  # raises where nothing fits
     room = planner.menu.topology.world_size * planner.menu.cap_mib
     fewest = max(1, ceil(sum(needs) / room))
+    ideal_us = lower_bound(planner.problem(batch)[0])[0]
     error: PlanningError | None = None
     for number in range(fewest, max(fewest, most_waves) + 1):
         try:
-            return [
-                _plan_wave(planner, batch, members)
-                for members in _deal(needs, number)
-                if members or not needs
-            ]
+            waves = _plan_all(planner, batch, needs, number)
         except PlanningError as failed:
             error = failed
+            continue
+        if sum(wave.plan.makespan_us for wave in waves) <= (1 + WORTH_A_WAVE) * ideal_us:
+            return waves
+        with suppress(PlanningError):
+            return min(waves, _plan_all(planner, batch, needs, number + 1), key=_total_us)
+        return waves
     raise PlanningError(
         f"the batch does not fit in {max(fewest, most_waves)} waves; the last attempt: "
         f"{error.message if error else 'none'}",
         fix="raise planner.memory_cap_gib or lower the tokens per batch",
         step=batch.step,
     )
+
+
+def _total_us(waves: list[Wave]) -> int:
+    return sum(wave.plan.predicted_us for wave in waves)
+
+
+def _plan_all(planner: BatchPlanner, batch: GlobalBatch, needs: list[int], number: int) -> list[Wave]:
+    parts = [members for members in _deal(needs, number) if members or not needs]
+    return [_plan_wave(planner, batch, members) for members in parts]
 
 
 def _least_memory(planner: BatchPlanner, batch: GlobalBatch, index: int) -> int:
