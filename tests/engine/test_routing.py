@@ -126,6 +126,18 @@ def test_cross_attention_in_a_matched_module_is_refused(
         module(q, k[0], v[0])
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_attention_that_cannot_be_seen_is_refused(
+    training: bool, router: AttentionRouter, engine: CoalescedAttentionEngine
+) -> None:
+    """PyTorch's own module mixes all tokens it gets, and hides the call that does it."""
+    module, x = nn.MultiheadAttention(16, 4, batch_first=True).train(training), torch.randn(1, 14, 16)
+    router.attach("mha", module)
+    with torch.no_grad(), router.answered_by(engine), pytest.raises(EngineError, match="'mha' .* hidden"):
+        module(x, x, x, need_weights=False)
+    module(x, x, x, need_weights=False)
+
+
 def test_grouped_keys_are_repeated(router: AttentionRouter, engine: CoalescedAttentionEngine) -> None:
     module = SelfAttention()
     router.attach("a", module)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -15,6 +16,9 @@ from torch.utils.hooks import RemovableHandle
 
 from zellige_lightning.engine.engine import CoalescedAttentionEngine
 from zellige_lightning.errors import EngineError
+
+# What they compute inside is not announced to function modes.
+_OPAQUE = (F.multi_head_attention_forward, torch._native_multi_head_attention)
 
 Attention = Callable[[Tensor, Tensor, Tensor, "float | None"], Tensor]
 
@@ -90,8 +94,14 @@ class _Route(TorchFunctionMode):
         self._router, self._name, self.module = router, name, module
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.scaled_dot_product_attention and self._router.attention is not None:
-            return self._answer(*args, **(kwargs or {}))
+        if self._router.attention is not None:
+            if func is F.scaled_dot_product_attention:
+                return self._answer(*args, **(kwargs or {}))
+            if func in _OPAQUE:
+                raise EngineError(
+                    f"module {self._name!r} uses torch.nn.MultiheadAttention, which keeps its call hidden",
+                    fix="project q, k, v and call torch.nn.functional.scaled_dot_product_attention instead",
+                )
         return func(*args, **(kwargs or {}))
 
     def _answer(

@@ -33,8 +33,8 @@ class Sample:
 class TokenSource(Protocol):
     """Reads token ranges of samples. Called from a background thread; one call at a time.
 
-    `token_fields` describe tensors with one row per token, `sequence_fields` tensors with one row per sequence
-    (a text embedding). Readers raise `DataError` for whatever they cannot deliver exactly.
+    `token_fields` describe tensors with one row per token, `sequence_fields` tensors with one row per
+    sequence (a text embedding). Readers raise `DataError` for whatever they cannot deliver exactly.
     """
 
     samples: Rows[Sample]

@@ -1,4 +1,5 @@
-"""Any map-style dataset as a token source: two user functions say what a sample is and how it becomes tokens."""
+"""Any map-style dataset as a token source: two user functions say what a sample is and how it becomes
+tokens."""
 
 from __future__ import annotations
 
@@ -16,8 +17,9 @@ from zellige_lightning.sources.base import FieldSpec, Sample
 class DatasetSource:
     """A map-style dataset read by index.
 
-    Every participant of a split sequence loads the item and keeps its rows, which is exact for any dataset and
-    costs one decode per participant. A store that can read row ranges should implement `TokenSource` itself.
+    Every participant of a split sequence loads the item and keeps its rows, which is exact for any dataset
+    and costs one decode per participant. A store that can read row ranges should implement `TokenSource`
+    itself.
 
     Args:
         dataset: has `__len__` and `__getitem__(int)`.

@@ -10,19 +10,27 @@ from zellige_lightning.placement import Bucket, Catalog, GlobalBatch, Sequence
 from zellige_lightning.placement.sequence import digest63
 from zellige_lightning.sources.base import Sample
 
+Items = list[tuple[str, Bucket]]  # (key, bucket) of samples
+
+_ATTEMPTS = 16  # shuffles tried until an epoch fits into as many batches as the first one
+
+
+def _tokens(items: Items) -> int:
+    return sum(bucket.num_tokens for _, bucket in items)
+
 
 class GlobalBatchSampler:
     """Cuts an epoch into global batches under a token budget. Every sample appears once per epoch.
 
-    Videos and images are shuffled apart and dealt so that videos hold about `video_token_share` of each batch as
-    long as both kinds last; what is left over of one kind fills the last batches. A sample larger than the
-    budget makes a batch of its own.
+    Videos and images are shuffled apart and dealt so that videos hold `video_token_share` of all tokens so
+    far, to within a video, as long as both kinds last; what is left over of one kind fills the last
+    batches. A sample larger than the budget makes a batch of its own.
 
     Args:
         samples: what there is.
         catalog: gives each sample its bucket.
         tokens_per_batch: token budget of a global batch, over all ranks.
-        video_token_share: target share of video tokens; None deals both kinds as they come.
+        video_token_share: target share of video tokens; None takes that of the samples.
         shuffle: off for evaluation.
     """
 
@@ -66,64 +74,73 @@ class GlobalBatchSampler:
             self._num_batches = len(self._deal_freely(0))
         return self._num_batches
 
-    def deal(self, epoch: int) -> list[list[tuple[str, Bucket]]]:
+    def deal(self, epoch: int) -> list[Items]:
         """The batches of an epoch as (key, bucket) lists, in training order; always `num_batches` of them."""
-        batches = self._deal_freely(epoch)
-
-        def tokens(batch: list[tuple[str, Bucket]]) -> int:
-            return sum(bucket.num_tokens for _, bucket in batch)
-
-        # Another shuffle may pack a little better or worse than that of epoch 0.
-        while len(batches) > self.num_batches:
-            smallest = min(batches, key=tokens)
-            batches.remove(smallest)
-            for item in smallest:
-                min(batches, key=tokens).append(item)
+        for attempt in range(_ATTEMPTS):
+            batches = self._deal_freely(epoch, attempt)
+            if self._reduce(batches):
+                break
+        else:  # the first epoch shows one way that fits
+            batches = self._deal_freely(0)
+            self._generator(epoch, _ATTEMPTS).shuffle(batches)
         while len(batches) < self.num_batches:
-            largest = max((b for b in batches if len(b) > 1), key=tokens)
+            largest = max((batch for batch in batches if len(batch) > 1), key=_tokens)
             batches.append([largest.pop() for _ in range(len(largest) // 2)])
         return batches
 
-    def _deal_freely(self, epoch: int) -> list[list[tuple[str, Bucket]]]:
-        items = list(self._items)
-        generator = random.Random(digest63(f"{self._seed}|{epoch}"))
+    def _reduce(self, batches: list[Items]) -> bool:
+        """Spread the smallest batches over the room in others until `num_batches` are left, if that works."""
+        while len(batches) > self.num_batches:
+            smallest = min(batches, key=_tokens)
+            batches.remove(smallest)
+            for item in sorted(smallest, key=lambda item: -item[1].num_tokens):
+                roomy = [b for b in batches if _tokens(b) + item[1].num_tokens <= self._budget]
+                if not roomy:
+                    return False
+                max(roomy, key=_tokens).append(item)
+        return True
+
+    def _deal_freely(self, epoch: int, attempt: int = 0) -> list[Items]:
+        items, generator = list(self._items), self._generator(epoch, attempt)
         if self._shuffle:
             generator.shuffle(items)
         videos = [item for item in reversed(items) if item[1].is_video]
         images = [item for item in reversed(items) if not item[1].is_video]
-        batches = []
+        share = _tokens(videos) / _tokens(items) if self._share is None else self._share
+        batches: list[Items] = []
+        owed = 0.0  # video tokens that the batches so far lack
         while videos or images:
-            batches.append(self._next_batch(videos, images))
+            batches.append(self._next_batch(videos, images, owed + share * self._budget))
+            owed += sum((share - bucket.is_video) * bucket.num_tokens for _, bucket in batches[-1])
         if self._shuffle:
             generator.shuffle(batches)
         return batches
 
-    def _next_batch(
-        self, videos: list[tuple[str, Bucket]], images: list[tuple[str, Bucket]]
-    ) -> list[tuple[str, Bucket]]:
-        batch: list[tuple[str, Bucket]] = []
-        room = self._budget
-        share = self._share if self._share is not None else self._left_share(videos, images)
-        video_room = self._budget * (share if images else 1.0)
-        # Half a sample over the target is as good as half under it: rounds to the nearest, on average exact.
-        while videos and videos[-1][1].num_tokens / 2 <= video_room and videos[-1][1].num_tokens <= room:
-            video_room -= videos[-1][1].num_tokens
-            room -= videos[-1][1].num_tokens
-            batch.append(videos.pop())
-        while images and images[-1][1].num_tokens <= room:
-            room -= images[-1][1].num_tokens
-            batch.append(images.pop())
-        while videos and not images and videos[-1][1].num_tokens <= room:
-            room -= videos[-1][1].num_tokens
-            batch.append(videos.pop())
-        if not batch:  # larger than the budget
-            batch.append((videos or images).pop())
-        return batch
+    def _generator(self, epoch: int, attempt: int) -> random.Random:
+        return random.Random(digest63(f"{self._seed}|{epoch}" + (f"|{attempt}" if attempt else "")))
 
-    @staticmethod
-    def _left_share(videos: list[tuple[str, Bucket]], images: list[tuple[str, Bucket]]) -> float:
-        video, image = (sum(bucket.num_tokens for _, bucket in items) for items in (videos, images))
-        return video / (video + image)
+    def _next_batch(self, videos: Items, images: Items, video_room: float) -> Items:
+        """Take a batch off the ends of what is left, with about `video_room` tokens of videos."""
+        batch: Items = []
+        room = self._budget
+
+        def fits(left: Items) -> bool:  # anything fits into an empty batch
+            return bool(left) and (not batch or left[-1][1].num_tokens <= room)
+
+        def take(left: Items) -> int:
+            nonlocal room
+            batch.append(left.pop())
+            room -= batch[-1][1].num_tokens
+            return batch[-1][1].num_tokens
+
+        # Half a sample over the target is as good as half under it, and the next batches even it out.
+        while fits(videos) and videos[-1][1].num_tokens / 2 <= video_room:
+            video_room -= take(videos)
+        while fits(images):
+            take(images)
+        while not images and fits(videos):
+            take(videos)
+        return batch
 
     def epoch_batches(
         self, epoch: int, first_step: int, window: int, limit: int | None = None
