@@ -195,11 +195,17 @@ def test_light_sequences_that_pack_badly_are_still_placed() -> None:
     assert solve_one(tight, EXACT)["status"] == "optimal"
 
 
-def test_compiled_and_plain_code_give_the_same_placements() -> None:
+def test_compiled_and_plain_code_give_the_same_placements(tmp_path: Path) -> None:
     """Also in another process: the memo's hash, the order of sets, nothing may depend on the interpreter."""
-    here = [solve_one(p, EXACT).get("placements") for p in INSTANCES]
+    problems = list(INSTANCES)
+    for world, counts in ((8, {"v720": 3, "v480": 4, "i720": 40, "i256": 200}), (5, {"v480": 7, "i720": 90})):
+        problem, _ = planner(world, name="exact").problem(batch(counts))
+        problems.append(plain(problem) | {"name": f"sand on {world}"})
+    path = tmp_path / "problems.json"
+    path.write_text(json.dumps(problems))
+    here = [solve_one(p, EXACT).get("placements") for p in problems]
     environment = os.environ | {"NUMBA_DISABLE_JIT": "1", "PYTHONHASHSEED": "7"}
-    command = [sys.executable, "-m", "zellige_lightning.planner", str(DATA)]
+    command = [sys.executable, "-m", "zellige_lightning.planner", str(path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert [json.loads(line).get("placements") for line in done.stdout.splitlines()] == here
 

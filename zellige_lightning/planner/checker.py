@@ -40,8 +40,8 @@ def check(
     placed, splits, faults = dict.fromkeys(sequences, 0), 0, []
     for placement in placements:
         name, ranks, count = placement["id"], tuple(placement["ranks"]), placement["count"]
-        option = _option(sequences.get(name), placement["config"])
-        if option is None or count < 1 or not is_legal(ranks, option["rank_sets"], problem["ranks"]):
+        option = _option(sequences.get(name), placement["config"], ranks, problem["ranks"])
+        if option is None or count < 1:
             faults.append(f"{name}: {placement['config']} on {ranks} x {count} is not an option")
             continue
         if len(ranks) != prod(option["config"]):
@@ -62,9 +62,13 @@ def check(
     return Verdict(verdict.makespan, verdict.largest_memory, splits, verdict.area_bound, tuple(faults))
 
 
-def _option(sequence: Mapping[str, Any] | None, config: Any) -> Mapping[str, Any] | None:
+def _option(
+    sequence: Mapping[str, Any] | None, config: Any, ranks: tuple[int, ...], world: int
+) -> Mapping[str, Any] | None:
+    """One configuration may have several options, each for the rank sets of one topology class."""
     options = sequence["options"] if sequence else []
-    return next((o for o in options if list(o["config"]) == list(config)), None)
+    same = (o for o in options if list(o["config"]) == list(config))
+    return next((o for o in same if is_legal(ranks, o["rank_sets"], world)), None)
 
 
 def _contradictions(verdict: Verdict, claims: Mapping[str, Any]) -> list[str]:
