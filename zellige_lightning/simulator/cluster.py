@@ -124,7 +124,8 @@ def load_cluster(name: str | Path) -> Cluster:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"there is no cluster {str(name)!r}", fix=f"known are {cluster_names()}, or give a .yaml file like theirs"
+            f"there is no cluster {str(name)!r}",
+            fix=f"known are {cluster_names()}, or give a .yaml file like theirs",
         ) from error
     return parse_cluster(path.stem, text)
 
@@ -133,19 +134,20 @@ def parse_cluster(name: str, text: str) -> Cluster:
     """Raises: ConfigError for anything but a mapping of all constants to [value, source]."""
     import yaml
 
+    form = 'write `constant: [value, "source"]` lines'
     try:
         rows: Any = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ConfigError(f"cluster {name} is no YAML: {error}", fix="write `constant: [value, \"source\"]`
-        lines") from error
+        raise ConfigError(f"cluster {name} is no YAML: {error}", fix=form) from error
     known = set(rows) if isinstance(rows, Mapping) else set()
     if known != set(CONSTANTS):
         wrong = sorted(map(str, known ^ set(CONSTANTS)))
-        raise ConfigError(f"cluster {name}: missing or unknown constants {wrong}", fix=f"it needs
-        {list(CONSTANTS)}")
+        raise ConfigError(
+            f"cluster {name}: missing or unknown constants {wrong}", fix=f"it needs {list(CONSTANTS)}"
+        )
     for key, row in rows.items():
         if not isinstance(row, list) or len(row) != 2 or not isinstance(row[1], str):
-            raise ConfigError(f"cluster {name}: {key} = {row!r}", fix="write `constant: [value, \"source\"]`")
+            raise ConfigError(f"cluster {name}: {key} = {row!r}", fix=form)
     values = {key: row[0] for key, row in rows.items()}
     return Cluster(name=name, sources={key: row[1] for key, row in rows.items()}, **values)
 

@@ -65,8 +65,9 @@ WAN_14B = Transformer(
 MODELS = {"wan21_1_3b": WAN_1_3B, "wan21_14b": WAN_14B}
 
 # Wan2.1's grids (T, H, W) in tokens at 16 frames per second: 8x8 pixels per latent, 2x2 latents per token.
-LATENT_FRAMES = {10: 41, 15: 61}  # clip seconds -> latent frames, 1 + (frames - 1) / 4; paper, Sec. II-A:
-497,760 tokens ROWS_COLUMNS = {"256p": (16, 16), "480p": (30, 52), "720p": (45, 80), "1080p": (68, 120)}
+# Clip seconds -> latent frames, 1 + (frames - 1) / 4. Paper, Sec. I: 15 seconds of 1080p are 497,760 tokens.
+LATENT_FRAMES = {10: 41, 15: 61}
+ROWS_COLUMNS = {"256p": (16, 16), "480p": (30, 52), "720p": (45, 80), "1080p": (68, 120)}
 
 # The paper's suites: video-token share 35 to 60 percent (Sec. V-A). The mixes inside are assumed: the paper
 # gives none.
@@ -123,6 +124,8 @@ PAPER_COMPUTE_RATIO = 40_451  # Fig. 1a; not derivable from its text
 FITTED_CROSSOVER_TOKENS = 10_905.15  # fitted: c for which L (c + L) has that ratio
 PAPER_FIG3A = {"naive": (1.27, 1.31), "adaptive_load": (1.25, 1.27)}  # max / mean of rank times, 4 A800
 PAPER_FIG3B = {"256p": (0.573, 0.710), "1080p": (0.177, 0.338)}  # communication share of attention time
-PAPER_FIG6A = {"exact": 0.254, "usp": 1.0, "adaptive_load": 0.0}  # attention bytes over those of USP,
-high-load V50 PAPER_FIG6A_VS_KNAPFORMER = 0.649 PAPER_FIG6B = {"exact": 1.00, "usp": 1.00, "knapformer":
-1.21, "adaptive_load": 2.34}  # max / mean of rank times
+# Attention bytes over those of USP, and over those of KnapFormer, high-load V50.
+PAPER_FIG6A = {"exact": 0.254, "usp": 1.0, "adaptive_load": 0.0}
+PAPER_FIG6A_VS_KNAPFORMER = 0.649
+# Largest over mean of rank times, high-load V50.
+PAPER_FIG6B = {"exact": 1.00, "usp": 1.00, "knapformer": 1.21, "adaptive_load": 2.34}

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from zellige_lightning.placement.plan import Plan, PlacementOption
+from zellige_lightning.placement.plan import PlacementOption, Plan
 from zellige_lightning.placement.schedule import Block, build_schedule
 from zellige_lightning.placement.topology import Topology
 from zellige_lightning.simulator.cluster import Cluster
@@ -40,8 +40,10 @@ class StepTimes:
 
     @property
     def makespan(self) -> float:
-        return max((c + e + w for c, e, w in zip(self.computing, self.exposed, self.waiting, strict=True)),
-        default=0.0)
+        return max(
+            (c + e + w for c, e, w in zip(self.computing, self.exposed, self.waiting, strict=True)),
+            default=0.0,
+        )
 
     @property
     def imbalance(self) -> float:
@@ -80,8 +82,9 @@ class StepModel:
     def _rates(self) -> dict[str, float]:
         return {link: self.cluster.bytes_per_s(link) for link in ("pair", "node", "1+1")}
 
-    def transfer_s(self, ranks: tuple[int, ...], exchange: Exchange, position: int) -> tuple[float,
-    tuple[int, ...]]:
+    def transfer_s(
+        self, ranks: tuple[int, ...], exchange: Exchange, position: int
+    ) -> tuple[float, tuple[int, ...]]:
         """Wire time of one position, and the ranks that it talks to. Links work at the same time; in and
         out too."""
         sent = exchange.sent[position]
@@ -190,20 +193,27 @@ class StepSimulator:
         """`depth` forwards, then as many recomputed forwards and backwards."""
         parts = [FORWARD] * depth + [FORWARD, BACKWARD] * depth
         programs = {
-            rank: [_named(operation, number) for number, part in enumerate(parts) for operation in
-            layers[part][rank]] for rank in range(self.step.topology.world_size)
+            rank: [
+                _named(operation, number)
+                for number, part in enumerate(parts)
+                for operation in layers[part][rank]
+            ]
+            for rank in range(self.step.topology.world_size)
         }
         return list(run(programs).values())
 
-    def _layer(self, blocks: Sequence[Sequence[Block]], tokens: Sequence[int], which: str) ->
-    list[list[Operation]]:
+    def _layer(
+        self, blocks: Sequence[Sequence[Block]], tokens: Sequence[int], which: str
+    ) -> list[list[Operation]]:
         """Operations of each rank in one layer and pass. The whole pack runs while the first exchange is in
         flight."""
-        return [list(self._rank_layer(rank, blocks[rank], tokens[rank], which)) for rank in
-        range(len(blocks))]
+        return [
+            list(self._rank_layer(rank, blocks[rank], tokens[rank], which)) for rank in range(len(blocks))
+        ]
 
-    def _rank_layer(self, rank: int, blocks: Sequence[Block], num_tokens: int, which: str) ->
-    Iterator[Operation]:
+    def _rank_layer(
+        self, rank: int, blocks: Sequence[Block], num_tokens: int, which: str
+    ) -> Iterator[Operation]:
         pending = [Compute(self._whole_s(block, which)) for block in blocks if block.config.is_whole]
         linear = Compute(self.step.linear_s(num_tokens, which))
         if which == BACKWARD:

@@ -105,19 +105,19 @@ class BlockTraffic:
     def _to_head_peers(self, size: object) -> tuple[dict[int, int], ...]:
         assert callable(size)
         return tuple(
-            {
-                peer: size(p, peer)
-                for j in range(self.config.h)
-                if (peer := self.at(iq, ik, j)) != p
-            }
+            {peer: size(p, peer) for j in range(self.config.h) if (peer := self.at(iq, ik, j)) != p}
             for p, (iq, ik, _) in enumerate(self.positions)
         )
 
     def _to_query_peers(self, kind: str, row_bytes: int, inverse: bool) -> Exchange:
         size = row_bytes * self._heads
         sent = tuple(
-            {self.at(j, ik, ih): self.query_rows(j if inverse else iq, ik) * size for j in
-            range(self.config.q) if j != iq} for iq, ik, ih in self.positions
+            {
+                self.at(j, ik, ih): self.query_rows(j if inverse else iq, ik) * size
+                for j in range(self.config.q)
+                if j != iq
+            }
+            for iq, ik, ih in self.positions
         )
         return Exchange(kind, sent)
 
@@ -175,8 +175,9 @@ class BlockTraffic:
 
 
 @lru_cache(maxsize=4096)
-def block_traffic(config: ParallelConfig, lengths: tuple[int, ...], geometry: AttentionGeometry) ->
-BlockTraffic:
+def block_traffic(
+    config: ParallelConfig, lengths: tuple[int, ...], geometry: AttentionGeometry
+) -> BlockTraffic:
     """Shared by all blocks of equal configuration and lengths."""
     return BlockTraffic(config, lengths, geometry)
 
