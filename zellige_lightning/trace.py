@@ -17,6 +17,8 @@ from zellige_lightning.errors import EngineError
 from zellige_lightning.placement import Bucket, GlobalBatch, ParallelConfig, PlacementOption, Plan
 from zellige_lightning.trial import TrialStep
 
+_GRID = (3, 3, 3)  # an odd number of tokens, so that two shards differ in size
+
 
 @dataclass(frozen=True)
 class AttentionShape:
@@ -69,10 +71,37 @@ def check_locality(clone: LightningModule, router: AttentionRouter, trial: Trial
         pieces = [outputs.get(name) for outputs, _ in parts]
         if not _agrees(output, pieces, [length, *(s.num_tokens for s in shards)]):
             raise _mixes(name or type(clone).__name__)
-    total = sum(part for _, part in parts) / 2
-    if not torch.allclose(total.double(), loss.double(), rtol=_tolerance(loss), atol=1e-7):
+    total = (parts[0][1] + parts[1][1]) / 2
+    if not _same_loss(total, loss):
         raise EngineError(
             f"training_step's loss of two shards is {float(total):.6g}, of the whole sequence {float(loss):.6g}",
+            fix="return batch.reduce(per_token_loss); a mean over local tokens depends on the placement",
+        )
+
+
+def check_packing(clone: LightningModule, router: AttentionRouter, trial: TrialStep) -> None:
+    """Compare two sequences on one rank with each of them alone; attention is replaced as in `check_locality`.
+
+    Raises:
+        EngineError: names the first module that mixes tokens of different sequences, or the loss.
+    """
+    clone.eval()
+    samples = [("trace", Bucket("trace", _GRID)), ("trace-image", Bucket("trace-image", (1, 4, 4)))]
+    batches = [GlobalBatch.of(0, 0, rows) for rows in (samples, samples[:1], samples[1:])]
+    with router.answered_by(_per_token), torch.no_grad():
+        packed, *alone = [_outputs(clone, local_batch(batch, trial.source), trial) for batch in batches]
+    for name, output in packed[0].items():
+        if not _joins(output, [outputs.get(name) for outputs, _ in alone]):
+            raise EngineError(
+                f"module {name!r} mixes tokens of different sequences: its output for two packed sequences is not"
+                " that of each alone",
+                fix="keep sequences apart by batch.lengths or batch.segment_ids; take positions from batch.positions",
+            )
+    mean = (alone[0][1] + alone[1][1]) / 2
+    if not _same_loss(mean, packed[1]):
+        raise EngineError(
+            f"training_step's loss of two packed sequences is {float(packed[1]):.6g}, the mean of both alone is"
+            f" {float(mean):.6g}",
             fix="return batch.reduce(per_token_loss); a mean over local tokens depends on the placement",
         )
 
@@ -134,6 +163,23 @@ def _agrees(whole: Tensor, parts: list[Tensor | None], sizes: list[int]) -> bool
     return all(part.shape == whole.shape and _close(part, whole) for part in tensors)
 
 
+def _joins(packed: Tensor, alone: list[Tensor | None]) -> bool:
+    """Whether the outputs of single sequences, one behind the other, are the packed one. True where they are laid out
+    in some other way, such as padded."""
+    if any(part is None or part.dim() != packed.dim() for part in alone):
+        return True
+    parts = [part for part in alone if part is not None]
+    for axis in range(packed.dim()):
+        others = {(*part.shape[:axis], *part.shape[axis + 1 :]) for part in (packed, *parts)}
+        if len(others) == 1 and packed.shape[axis] == sum(part.shape[axis] for part in parts):
+            return _close(torch.cat(parts, axis), packed)
+    return True
+
+
+def _same_loss(a: Tensor, b: Tensor) -> bool:
+    return torch.allclose(a.double(), b.double(), rtol=_tolerance(b), atol=1e-7)
+
+
 def _close(a: Tensor, b: Tensor) -> bool:
     if a.shape != b.shape:
         return False
@@ -152,5 +198,5 @@ def _per_token(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
     return v + 0.5 * q + 0.25 * k
 
 
-def small_batch(grid: tuple[int, int, int] = (2, 3, 5)) -> GlobalBatch:
+def small_batch(grid: tuple[int, int, int] = _GRID) -> GlobalBatch:
     return GlobalBatch.of(0, 0, [("trace", Bucket("trace", grid))])

@@ -40,7 +40,9 @@ class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.attn = nn.LayerNorm(WIDTH), Attention()
-        self.mlp = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attn(self.norm(x))
@@ -159,7 +161,9 @@ def model_prices() -> None:
     """From now on, this process does not measure prices: splitting long sequences pays, and plans are always the
     same. Profiling has tests of its own."""
 
-    def modeled(measurement: Any, module: Any, buckets: Any, configs: Any, topology: Any, *rest: Any) -> ProfileTable:
+    def modeled(
+        measurement: Any, module: Any, buckets: Any, configs: Any, topology: Any, *rest: Any
+    ) -> ProfileTable:
         prices = {
             (bucket.name, config, where): (bucket.num_tokens * 40) // config.degree + 10 * config.degree
             for bucket in buckets
@@ -195,9 +199,9 @@ def make_data(data: LightningDataModule | None = None, **settings: Any) -> Zelli
     return ZelligeDataModule(data or ToyData(), **settings)
 
 
-def make_toy(kind: type[Toy] = Toy, **settings: Any) -> Toy:
+def make_toy(model: type[Toy] = Toy, **settings: Any) -> Toy:
     seed_everything(0, workers=True, verbose=False)
-    return kind(**settings)
+    return model(**settings)
 
 
 def callback_of(trainer: Trainer, kind: type[Callback]) -> Any:
@@ -207,7 +211,9 @@ def callback_of(trainer: Trainer, kind: type[Callback]) -> Any:
 
 def digest(module: nn.Module) -> bytes:
     """Every bit of the parameters and buffers."""
-    return b"".join(t.detach().contiguous().view(torch.uint8).numpy().tobytes() for t in module.state_dict().values())
+    return b"".join(
+        t.detach().contiguous().view(torch.uint8).numpy().tobytes() for t in module.state_dict().values()
+    )
 
 
 def flat(module: nn.Module) -> list[float]:
@@ -228,7 +234,12 @@ def reference_loss(net: Net, key: str, grid: Grid) -> Tensor:
 
 
 def reference_training(
-    batches: Rows[Rows[tuple[str, Grid]]], *, window: int = 1, clip_norm: float | None = None, clip_value: float | None = None, lr: float = 0.1
+    batches: Rows[Rows[tuple[str, Grid]]],
+    *,
+    window: int = 1,
+    clip_norm: float | None = None,
+    clip_value: float | None = None,
+    lr: float = 0.1,
 ) -> tuple[list[float], list[float]]:
     """Parameters after, and loss before, each optimizer step over `window` batches (the last may be shorter)."""
     seed_everything(0, verbose=False)
