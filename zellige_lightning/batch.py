@@ -112,18 +112,28 @@ def materialize(
 
     Args:
         accumulation: micro-batches by which the trainer divides every loss; undone by the weights.
-        loss_reduction: `sequence` weighs every sequence alike (weight 1/(S*L_s) per token), `token` every token.
+        loss_reduction: `sequence` weighs every sequence alike (weight 1/(S*L_s) per token), `token` every
+            token.
 
     Raises:
-        DataError: a source that returns other fields, shapes or dtypes than it announced.
+        DataError: a source that returns other fields, shapes or dtypes than it announced, or the plan of
+            another batch.
     """
+    if len(plan.options) != len(global_batch.sequences):
+        raise DataError(
+            f"the plan places {len(plan.options)} sequences, the batch has {len(global_batch.sequences)}",
+            fix="plan the batch that is to be read",
+            step=global_batch.step,
+        )
     lengths = [s.num_tokens for s in global_batch.sequences]
     schedule = build_schedule(plan.options, lengths, rank, plan.world_size)
     rows: dict[str, list[Tensor]] = {name: [] for name in source.token_fields}
     context: dict[str, list[Tensor]] = {name: [] for name in source.sequence_fields}
     for segment in schedule.segments:
         sequence = global_batch.sequences[segment.sequence]
-        _collect(rows, source.read_tokens(sequence, segment.tokens), source.token_fields, sequence, len(segment))
+        _collect(
+            rows, source.read_tokens(sequence, segment.tokens), source.token_fields, sequence, len(segment)
+        )
         _collect(context, source.read_sequence(sequence), source.sequence_fields, sequence, None)
     counts = torch.tensor([len(s) for s in schedule.segments], dtype=torch.int64)
     scale = plan.world_size * accumulation
@@ -135,7 +145,10 @@ def materialize(
         tokens={n: _join(torch.cat, t, source.token_fields[n]) for n, t in rows.items()},
         context={n: _join(torch.stack, t, source.sequence_fields[n]) for n, t in context.items()},
         positions=torch.cat(
-            [positions_of(s.tokens, global_batch.sequences[s.sequence].bucket.grid) for s in schedule.segments]
+            [
+                positions_of(s.tokens, global_batch.sequences[s.sequence].bucket.grid)
+                for s in schedule.segments
+            ]
             or [torch.zeros((0, 3), dtype=torch.int64)]
         ),
         segment_ids=torch.repeat_interleave(torch.arange(len(counts)), counts),

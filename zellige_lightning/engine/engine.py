@@ -247,11 +247,20 @@ def _store(into: tuple[Tensor, ...], rows: slice, results: tuple[Tensor, ...]) -
         target[rows] = result
 
 
+def _engine(handle: str) -> CoalescedAttentionEngine:
+    try:
+        return _engines[handle]
+    except KeyError:
+        raise EngineError(
+            "this attention's engine is gone", fix="keep the engine until the last backward has run"
+        ) from None
+
+
 @torch.library.custom_op("zellige::attention", mutates_args=())
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, schedule_id: Tensor, scale: float, handle: str
 ) -> tuple[Tensor, Tensor]:
-    return _engines[handle].forward(q, k, v, schedule_id, scale)
+    return _engine(handle).forward(q, k, v, schedule_id, scale)
 
 
 @_attention.register_fake
@@ -274,7 +283,7 @@ def _attention_backward(
     scale: float,
     handle: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _engines[handle].backward(dout, q, k, v, out, lse, schedule_id, scale)
+    return _engine(handle).backward(dout, q, k, v, out, lse, schedule_id, scale)
 
 
 @_attention_backward.register_fake
