@@ -132,7 +132,7 @@ def load_cluster(name: str | Path) -> Cluster:
 
 def parse_cluster(name: str, text: str) -> Cluster:
     """Raises: ConfigError for anything but a mapping of all constants to [value, source]."""
-    import yaml
+    import yaml  # type: ignore[import-untyped]
 
     form = 'write `constant: [value, "source"]` lines'
     try:

@@ -50,7 +50,12 @@ def modeled_table(
                 option = PlacementOption(config, ranks)
                 seconds = simulator.placement([option], [bucket.num_tokens]).makespan
                 prices[bucket.name, config, name] = max(1, round(1e6 * seconds))
-    fingerprint = {"modeled": True, "cluster": cluster.name, "model": model.name, "world": world}
+    fingerprint: dict[str, str | int | float] = {
+        "modeled": 1,
+        "cluster": cluster.name,
+        "model": model.name,
+        "world": world,
+    }
     return ProfileTable(buckets, prices, {}, cluster.fixed_us(model, world), fingerprint)
 
 

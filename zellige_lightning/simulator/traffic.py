@@ -16,7 +16,7 @@ With full activation checkpointing forward runs twice. Coordinates of position p
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
@@ -102,8 +102,7 @@ class BlockTraffic:
         size = row_bytes * self._heads
         return Exchange("ulysses", self._to_head_peers(lambda own, peer: self.rows[peer] * size))
 
-    def _to_head_peers(self, size: object) -> tuple[dict[int, int], ...]:
-        assert callable(size)
+    def _to_head_peers(self, size: Callable[[int, int], int]) -> tuple[dict[int, int], ...]:
         return tuple(
             {peer: size(p, peer) for j in range(self.config.h) if (peer := self.at(iq, ik, j)) != p}
             for p, (iq, ik, _) in enumerate(self.positions)
