@@ -30,6 +30,7 @@ def test_cut_by_hand(prices: list[int], k: int) -> None:
     assert cut_index(prices) == k
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 10**6), min_size=2, max_size=7), st.integers(2, 1000))
 def test_cut_minimises_eq_4_and_ignores_the_unit(prices: list[int], scale: int) -> None:
     prices = sorted(prices)

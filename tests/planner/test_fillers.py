@@ -63,6 +63,7 @@ filler_sets = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(filler_sets, st.lists(st.tuples(st.integers(0, 80), st.integers(0, 30)), min_size=1, max_size=5))
 def test_packing_by_group_is_literally_eq_8(
     counts: list[tuple[int, int, int]], ledgers: list[tuple[int, int]]
