@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from tests.planner.toys import BUCKETS, GEOMETRY, HEADS, MEMORY, table, whole_us
 from zellige_lightning.errors import ConfigError, ProfileError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import log
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from tests.planner.toys import BUCKETS, table
 from zellige_lightning.placement.sequence import Bucket

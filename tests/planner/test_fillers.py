@@ -5,7 +5,7 @@ from __future__ import annotations
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from zellige_lightning.planner.fillers import FillerGroup, FillerOverflowError, pack_fillers
 
