@@ -6,8 +6,6 @@ depends on the local mix of segments, and two ranks silently swap gradients.
 
 from __future__ import annotations
 
-import itertools
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,17 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zellige_lightning.engine import operator
 from zellige_lightning.engine.attention import InFlight, SplitAttention, WholePack
 from zellige_lightning.engine.collectives import Counters, GroupTransport
 from zellige_lightning.engine.groups import ProcessGroupCache
 from zellige_lightning.engine.packing import accumulation_dtype
 from zellige_lightning.errors import EngineError
 from zellige_lightning.placement import RankSchedule
-
-_handles = itertools.count()
-# Custom operators take no objects: they find their engine by name. Weak, so that a finished run frees its
-# engine.
-_engines: weakref.WeakValueDictionary[str, CoalescedAttentionEngine] = weakref.WeakValueDictionary()
 
 
 class _Lowered:
@@ -61,8 +55,7 @@ class CoalescedAttentionEngine:
         self._max_schedules = max_schedules
         self._current: Tensor | None = None
         self._next_id = 0
-        self.handle = f"engine-{next(_handles)}"
-        _engines[self.handle] = self
+        self.handle = operator.register(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CoalescedAttentionEngine:
         """Copies of a model (EMA, profiling) share the engine: process groups cannot be copied."""
@@ -118,7 +111,7 @@ class CoalescedAttentionEngine:
         schedule_id = self._require_current()
         self._check(q, k, v)
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        out, _ = _attention(q, k, v, schedule_id, scale, self.handle)
+        out, _ = operator.attention(q, k, v, schedule_id, scale, self.handle)
         return out
 
     def _check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -245,72 +238,3 @@ class CoalescedAttentionEngine:
 def _store(into: tuple[Tensor, ...], rows: slice, results: tuple[Tensor, ...]) -> None:
     for target, result in zip(into, results, strict=True):
         target[rows] = result
-
-
-def _engine(handle: str) -> CoalescedAttentionEngine:
-    try:
-        return _engines[handle]
-    except KeyError:
-        raise EngineError(
-            "this attention's engine is gone", fix="keep the engine until the last backward has run"
-        ) from None
-
-
-@torch.library.custom_op("zellige::attention", mutates_args=())
-def _attention(
-    q: Tensor, k: Tensor, v: Tensor, schedule_id: Tensor, scale: float, handle: str
-) -> tuple[Tensor, Tensor]:
-    return _engine(handle).forward(q, k, v, schedule_id, scale)
-
-
-@_attention.register_fake
-def _(
-    q: Tensor, k: Tensor, v: Tensor, schedule_id: Tensor, scale: float, handle: str
-) -> tuple[Tensor, Tensor]:
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    return out, q.new_empty(q.shape[:2], dtype=accumulation_dtype(q.dtype))
-
-
-@torch.library.custom_op("zellige::attention_backward", mutates_args=())
-def _attention_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    schedule_id: Tensor,
-    scale: float,
-    handle: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _engine(handle).backward(dout, q, k, v, out, lse, schedule_id, scale)
-
-
-@_attention_backward.register_fake
-def _(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    schedule_id: Tensor,
-    scale: float,
-    handle: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    return dq, dk, dv
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, schedule_id, ctx.scale, ctx.handle = inputs
-    ctx.save_for_backward(q, k, v, *output, schedule_id)
-
-
-def _differentiate(ctx: Any, dout: Tensor, dlse: Tensor | None) -> tuple[Any, ...]:
-    q, k, v, out, lse, schedule_id = ctx.saved_tensors
-    gradients = _attention_backward(dout.contiguous(), q, k, v, out, lse, schedule_id, ctx.scale, ctx.handle)
-    return *gradients, None, None, None
-
-
-_attention.register_autograd(_differentiate, setup_context=_save)
