@@ -212,7 +212,7 @@ def callback_of(trainer: Trainer, kind: type[Callback]) -> Any:
 def digest(module: nn.Module) -> bytes:
     """Every bit of the parameters and buffers."""
     return b"".join(
-        t.detach().contiguous().view(torch.uint8).numpy().tobytes() for t in module.state_dict().values()
+        t.detach().reshape(-1).view(torch.uint8).numpy().tobytes() for t in module.state_dict().values()
     )
 
 
