@@ -200,7 +200,7 @@ def large_rows() -> Figures:
         worst_ms, worst_gap = 0.0, 0.0
         for share in SHARES:
             batch = batch_of(suite_counts(share, seconds, world * budget).items())
-            plan, ms = timed(made, batch, 2)
+            plan, ms = timed(made, batch)
             assert plan is not None
             worst_ms, worst_gap = max(worst_ms, ms), max(worst_gap, 100 * plan.gap)
             print(f"{world:5d}  V{share}  {len(batch.sequences):9d}  {ms:7.1f}", end="  ")

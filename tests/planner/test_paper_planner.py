@@ -86,7 +86,7 @@ def test_degenerate_batches(counts: dict[str, int], world: int) -> None:
 
 def test_a_one_bucket_catalog_is_planned() -> None:
     prices = table(3, {"i720": BUCKETS["i720"]})
-    made = make_planner(PlannerConfig(), prices, MEMORY, Topology.uniform(3), HEADS, 10_000)
+    made = make_planner(PlannerConfig("paper"), prices, MEMORY, Topology.uniform(3), HEADS, 10_000)
     what = batch({"i720": 4})
     plan = made.plan(what)
     assert plan.anchors == (0, 1, 2, 3)
@@ -132,7 +132,7 @@ def test_a_split_that_is_cheaper_in_total_keeps_the_bound_valid() -> None:
     bucket = BUCKETS["v720"]
     prices = {(bucket.name, WHOLE, "node"): 1000, (bucket.name, ParallelConfig(1, 2, 1), "node"): 300}
     odd = ProfileTable((bucket,), prices, {}, 0, {})
-    plan = make_planner(PlannerConfig(), odd, MEMORY, Topology.uniform(2), HEADS, 60_000).plan(
+    plan = make_planner(PlannerConfig("paper"), odd, MEMORY, Topology.uniform(2), HEADS, 60_000).plan(
         batch({"v720": 2})
     )
     assert plan.makespan_us == 600
@@ -159,6 +159,11 @@ def test_a_split_that_is_cheaper_in_total_keeps_the_bound_valid() -> None:
 def test_bad_settings_name_the_key(settings: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=next(iter(settings))):
         PlannerConfig.of(settings)
+
+
+def test_the_default_is_the_certified_planner() -> None:
+    assert PlannerConfig() == PlannerConfig("exact") == PlannerConfig.of(None)
+    assert PlannerConfig.of({"epsilon": 0.5}).name == "exact"
 
 
 def test_a_cap_of_nothing_is_refused() -> None:

@@ -10,7 +10,7 @@ from zellige_lightning.placement.sequence import Bucket, GlobalBatch
 from zellige_lightning.placement.topology import Topology
 from zellige_lightning.planner.cost import MemoryModel, ModelGeometry, ProfileTable
 from zellige_lightning.planner.options import legal_configs
-from zellige_lightning.planner.planner import Planner, PlannerConfig, make_planner
+from zellige_lightning.planner.planner import BatchPlanner, PlannerConfig, make_planner
 from zellige_lightning.planner.problem import Choice, Group, PlacementProblem
 
 HEADS = 12
@@ -54,8 +54,9 @@ def batch(counts: Mapping[str, int], step: int = 3) -> GlobalBatch:
     return GlobalBatch.of(step, 0, ((f"{name}/{i}", BUCKETS[name]) for i, name in enumerate(names)))
 
 
-def planner(world: int, cap_mib: int = 60_000, **settings: object) -> Planner:
-    config = PlannerConfig.of(settings)
+def planner(world: int, cap_mib: int = 60_000, **settings: object) -> BatchPlanner:
+    """Algorithm 1 unless `name` says otherwise."""
+    config = PlannerConfig.of({"name": "paper"} | settings)
     return make_planner(config, table(world), MEMORY, Topology.uniform(world), HEADS, cap_mib)
 
 

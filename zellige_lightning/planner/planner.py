@@ -58,7 +58,7 @@ class PlannerConfig:
             `auto` takes the best one for each batch.
     """
 
-    name: str = "paper"
+    name: str = "exact"
     epsilon: float = 1e-3
     family: str = "aligned"
     memory_cap_gib: float | None = None
