@@ -142,9 +142,9 @@ class Stage:
         return PolicyRow(row.policy, row.plan, row.error, row.uncapped, times, sent)
 
     def rows(
-        self, batch: GlobalBatch, policies: Iterable[str] = ALL_POLICIES, **how: bool
+        self, batch: GlobalBatch, policies: Iterable[str] = ALL_POLICIES, simulate: bool = True
     ) -> list[PolicyRow]:
-        return [self.row(policy, batch, **how) for policy in policies]
+        return [self.row(policy, batch, simulate=simulate) for policy in policies]
 
 
 def ratio(rival: PolicyRow, ours: PolicyRow) -> float | None:

@@ -8,20 +8,27 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from zellige_lightning.placement.plan import PlacementOption, Plan
-from zellige_lightning.placement.schedule import Block, build_schedule
+from zellige_lightning.placement.schedule import shard
 from zellige_lightning.placement.topology import Topology
 from zellige_lightning.simulator.cluster import Cluster
 from zellige_lightning.simulator.constants import Transformer
+from zellige_lightning.simulator.durations import StepModel
 from zellige_lightning.simulator.events import Compute, Operation, RankClock, Start, Wait, run
-from zellige_lightning.simulator.traffic import BACKWARD, FORWARD, BlockTraffic, Exchange, block_traffic
+from zellige_lightning.simulator.traffic import (
+    BACKWARD,
+    FORWARD,
+    BlockTraffic,
+    Exchange,
+    SplitRun,
+    block_traffic,
+    split_runs,
+)
 
 SIMULATED_LAYERS = 3
-BACKWARD_FLOPS = 2.5  # flash attention recomputes the scores
-LINEAR_BACKWARD = 2.0  # gradients of inputs and of weights
 
 
 @dataclass(frozen=True)
@@ -53,71 +60,25 @@ class StepTimes:
 
 
 @dataclass(frozen=True)
-class StepModel:
-    """Durations of a rank's work on a cluster."""
+class _RunProgram:
+    """Operations of every position of a run of equal split blocks in one pass, first exchange to last.
 
-    cluster: Cluster
-    model: Transformer
-    topology: Topology
-
-    def attention_s(self, rows: float, keys: float, heads_share: float, which: str) -> float:
-        """One kernel over `rows` queries and `keys` keys, for a share of the heads."""
-        if not rows or not keys:
-            return 0.0
-        half = self.cluster.half_efficiency_tokens
-        flops = 4 * rows * keys * self.model.width * heads_share
-        share = rows / (rows + half) * keys / (keys + half)
-        if which == FORWARD:
-            efficiency = self.cluster.attention_forward_efficiency
-        else:
-            flops, efficiency = BACKWARD_FLOPS * flops, self.cluster.attention_backward_efficiency
-        return flops / (1e12 * self.cluster.peak_tflops * efficiency * share)
-
-    def linear_s(self, num_tokens: int, which: str) -> float:
-        """Everything of a layer outside self-attention."""
-        flops = num_tokens * self.model.linear_flops_per_token * (1 if which == FORWARD else LINEAR_BACKWARD)
-        return flops / (1e12 * self.cluster.peak_tflops * self.cluster.linear_efficiency)
-
-    @cached_property
-    def _rates(self) -> dict[str, float]:
-        return {link: self.cluster.bytes_per_s(link) for link in ("pair", "node", "1+1")}
-
-    def transfer_s(
-        self, ranks: tuple[int, ...], exchange: Exchange, position: int
-    ) -> tuple[float, tuple[int, ...]]:
-        """Wire time of one position, and the ranks that it talks to. Links work at the same time; in and
-        out too."""
-        sent = exchange.sent[position]
-        received = {p: row[position] for p, row in enumerate(exchange.sent) if position in row}
-        links: dict[str, list[int]] = {}
-        for direction, sizes in enumerate((sent, received)):
-            for peer, size in sizes.items():
-                own, other = ranks[position], ranks[peer]
-                link = self.topology.class_of((min(own, other), max(own, other)))
-                links.setdefault(link, [0, 0])[direction] += size
-        latency = self.cluster.hop_us if exchange.kind.startswith("ring") else self.cluster.collective_us
-        wire = max((max(sizes) / self._rates[link] for link, sizes in links.items()), default=0.0)
-        return latency * 1e-6 + wire, tuple(sorted(ranks[p] for p in sent.keys() | received.keys()))
-
-
-@dataclass(frozen=True)
-class _BlockProgram:
-    """Operations of every position of one split block in one pass, first exchange to last."""
+    The blocks of a run are simulated as one that takes `run.count` times as long.
+    """
 
     step: StepModel
-    block: Block
+    run: SplitRun
     traffic: BlockTraffic
-    name: int
     which: str
 
     def _exchange(self, exchange: Exchange, number: str, position: int) -> tuple[Start, Wait]:
-        seconds, peers = self.step.transfer_s(self.block.ranks, exchange, position)
-        key = self.name, self.which, number
-        return Start(key, seconds, peers), Wait(key)
+        seconds, peers = self.step.transfer_s(self.run.ranks, exchange, position)
+        key = self.run.first, self.which, number
+        return Start(key, seconds * self.run.count, peers), Wait(key)
 
     def of(self, position: int) -> Iterator[Operation]:
-        launch = self.step.cluster.split_launch_us * 1e-6 * len(self.block.segments)
-        yield Compute(launch)
+        num_sequences = len(self.run.lengths) * self.run.count
+        yield Compute(self.step.cluster.split_launch_us * 1e-6 * num_sequences)
         for i, exchange in enumerate(self.traffic.before(self.which)):
             yield from self._exchange(exchange, f"before{i}", position)
         yield from self._attention(position)
@@ -125,14 +86,14 @@ class _BlockProgram:
             yield from self._exchange(exchange, f"after{i}", position)
 
     def _attention(self, position: int) -> Iterator[Operation]:
-        k = self.block.config.k
+        k = self.run.config.k
         arriving: Wait | None = None
         for hop in range(k):
             following: Wait | None = None
             if hop + 1 < k:
                 start, following = self._exchange(self._rings[hop], f"ring{hop}", position)
                 yield start
-            yield Compute(self._kernel(position, hop))
+            yield Compute(self._kernel(position, hop) * self.run.count)
             if self.which == BACKWARD and k > 1:
                 if arriving is not None:
                     yield arriving
@@ -145,14 +106,14 @@ class _BlockProgram:
 
     @cached_property
     def _rings(self) -> list[Exchange]:
-        return [self.traffic.ring(hop) for hop in range(self.block.config.k - 1)]
+        return [self.traffic.ring(hop) for hop in range(self.run.config.k - 1)]
 
     @cached_property
     def _gradients(self) -> list[Exchange]:
-        return [self.traffic.ring_gradient(hop) for hop in range(self.block.config.k)]
+        return [self.traffic.ring_gradient(hop) for hop in range(self.run.config.k)]
 
     def _kernel(self, position: int, hop: int) -> float:
-        share = 1 / self.block.config.h
+        share = 1 / self.run.config.h
         iq, ik, _ = self.traffic.positions[position]
         if len(self.traffic.lengths) > 1:
             return sum(
@@ -178,11 +139,8 @@ class StepSimulator:
         return self.placement(plan.options, lengths)
 
     def placement(self, options: Sequence[PlacementOption], lengths: Sequence[int]) -> StepTimes:
-        world = self.step.topology.world_size
-        schedules = [build_schedule(options, lengths, rank, world) for rank in range(world)]
-        blocks = [schedule.blocks for schedule in schedules]
-        tokens = [schedule.num_tokens for schedule in schedules]
-        layers = {w: self._layer(blocks, tokens, w) for w in (FORWARD, BACKWARD)}
+        held, runs = _held(options, lengths, self.step.topology.world_size), split_runs(options, lengths)
+        layers = {which: self._layer(held, runs, which) for which in (FORWARD, BACKWARD)}
         depth = self.step.model.layers
         simulated = min(depth, SIMULATED_LAYERS)
         last = self._sweep(layers, simulated)
@@ -202,40 +160,44 @@ class StepSimulator:
         }
         return list(run(programs).values())
 
-    def _layer(
-        self, blocks: Sequence[Sequence[Block]], tokens: Sequence[int], which: str
-    ) -> list[list[Operation]]:
-        """Operations of each rank in one layer and pass. The whole pack runs while the first exchange is in
-        flight."""
+    def _layer(self, held: list[_Held], runs: list[SplitRun], which: str) -> list[list[Operation]]:
+        """Operations of each rank in one layer and pass. The whole pack runs while the first exchange is
+        in flight."""
+        split: list[list[Operation]] = [[] for _ in held]
+        for split_run in runs:
+            traffic = block_traffic(split_run.config, split_run.lengths, self.step.model.attention)
+            program = _RunProgram(self.step, split_run, traffic, which)
+            for position, rank in enumerate(split_run.ranks):
+                split[rank] += program.of(position)
         return [
-            list(self._rank_layer(rank, blocks[rank], tokens[rank], which)) for rank in range(len(blocks))
+            self._rank_layer(of_rank, operations, which)
+            for of_rank, operations in zip(held, split, strict=True)
         ]
 
-    def _rank_layer(
-        self, rank: int, blocks: Sequence[Block], num_tokens: int, which: str
-    ) -> Iterator[Operation]:
-        pending = [Compute(self._whole_s(block, which)) for block in blocks if block.config.is_whole]
-        linear = Compute(self.step.linear_s(num_tokens, which))
-        if which == BACKWARD:
-            yield linear
-        for block in blocks:
-            if block.config.is_whole:
-                continue
-            lengths = tuple(s.num_tokens for s in block.segments)
-            traffic = block_traffic(block.config, lengths, self.step.model.attention)
-            name = min(s.sequence for s in block.segments)
-            program = _BlockProgram(self.step, block, traffic, name, which)
-            for operation in program.of(block.ranks.index(rank)):
-                yield operation
-                if isinstance(operation, Start) and pending:
-                    yield pending.pop()
-        yield from pending
-        if which == FORWARD:
-            yield linear
+    def _rank_layer(self, held: _Held, split: list[Operation], which: str) -> list[Operation]:
+        seconds = sum(n * self.step.attention_s(size, size, 1.0, which) for size, n in held.whole.items())
+        pack, linear = Compute(seconds), Compute(self.step.linear_s(held.num_tokens, which))
+        first = next((i + 1 for i, operation in enumerate(split) if isinstance(operation, Start)), 0)
+        attention = [*split[:first], pack, *split[first:]]
+        return [linear, *attention] if which == BACKWARD else [*attention, linear]
 
-    def _whole_s(self, block: Block, which: str) -> float:
-        counts = Counter(s.num_tokens for s in block.segments)
-        return sum(count * self.step.attention_s(n, n, 1.0, which) for n, count in counts.items())
+
+@dataclass
+class _Held:
+    """Tokens of one rank, and how many whole sequences of each length it has."""
+
+    num_tokens: int = 0
+    whole: Counter[int] = field(default_factory=Counter)
+
+
+def _held(options: Sequence[PlacementOption], lengths: Sequence[int], world_size: int) -> list[_Held]:
+    held = [_Held() for _ in range(world_size)]
+    for option, length in zip(options, lengths, strict=True):
+        for position, rank in enumerate(option.ranks):
+            held[rank].num_tokens += len(shard(length, position, option.config.degree))
+        if option.config.is_whole:
+            held[option.ranks[0]].whole[length] += 1
+    return held
 
 
 def _named(operation: Operation, number: int) -> Operation:

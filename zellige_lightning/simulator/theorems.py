@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import combinations_with_replacement
+from itertools import combinations_with_replacement, pairwise
 
 from zellige_lightning.placement.plan import ParallelConfig
 from zellige_lightning.planner.exact import solve_exact
@@ -150,7 +150,7 @@ def _deals(count: int, boxes: int) -> Iterator[list[int]]:
     """All ways to put equal things into boxes."""
     for cuts in combinations_with_replacement(range(count + 1), boxes - 1):
         edges = [0, *cuts, count]
-        yield [b - a for a, b in zip(edges, edges[1:], strict=False)]
+        yield [b - a for a, b in pairwise(edges)]
 
 
 def _joint_splits(giant: int, delta: int, fillers: int, ranks: int, floor: int) -> int:

@@ -17,11 +17,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
 from zellige_lightning.placement.plan import ParallelConfig, PlacementOption
-from zellige_lightning.placement.schedule import Block, build_schedule, shard
+from zellige_lightning.placement.schedule import shard
 from zellige_lightning.placement.topology import Topology
 
 FORWARD, BACKWARD = "forward", "backward"
@@ -194,14 +194,46 @@ class AttentionBytes:
         return sum(self.by_rank)
 
 
-def split_blocks(
-    options: Sequence[PlacementOption], lengths: Sequence[int], world_size: int
-) -> Iterable[Block]:
-    """Every split block of a placement once, as its first rank sees it."""
-    for rank in range(world_size):
-        for block in build_schedule(options, lengths, rank, world_size).blocks:
-            if not block.config.is_whole and block.ranks[0] == rank:
-                yield block
+@dataclass(frozen=True)
+class SplitRun:
+    """Equal split blocks that follow each other in the global order of execution.
+
+    Args:
+        lengths: tokens of each sequence of one block; several only for pure Ulysses, which is batched.
+        count: how many such blocks.
+        first: smallest sequence index.
+    """
+
+    config: ParallelConfig
+    ranks: tuple[int, ...]
+    lengths: tuple[int, ...]
+    count: int
+    first: int
+
+
+def split_runs(options: Sequence[PlacementOption], lengths: Sequence[int]) -> list[SplitRun]:
+    """All split blocks of a placement in their global order, as `build_schedule` makes them for each rank."""
+    batched: dict[PlacementOption, list[int]] = {}
+    blocks: list[tuple[PlacementOption, list[int]]] = []
+    for index, option in enumerate(options):
+        if option.config.is_whole:
+            continue
+        if option.config.q == option.config.k == 1:
+            if option not in batched:
+                batched[option] = []
+                blocks.append((option, batched[option]))
+            batched[option].append(index)
+        else:
+            blocks.append((option, [index]))
+    runs: list[SplitRun] = []
+    for option, members in sorted(blocks, key=lambda b: (-b[0].config.degree, b[1][0])):
+        found = SplitRun(option.config, option.ranks, tuple(lengths[i] for i in members), 1, members[0])
+        last = runs[-1] if runs else None
+        if last is not None and replace(found, count=last.count, first=last.first) == last:
+            runs[-1] = replace(last, count=last.count + 1)
+        else:
+            runs.append(found)
+    return runs
 
 
 def attention_bytes(
@@ -221,14 +253,14 @@ def attention_bytes(
     """
     by_rank = [0] * topology.world_size
     by_kind, by_link, passes = Counter[str](), Counter[str](), tuple(passes)
-    for block in split_blocks(options, lengths, topology.world_size):
-        traffic = block_traffic(block.config, tuple(s.num_tokens for s in block.segments), geometry)
+    for run in split_runs(options, lengths):
+        traffic = block_traffic(run.config, run.lengths, geometry)
         for which, times in passes:
             for exchange in traffic.exchanges(which):
                 for position, sent in enumerate(exchange.sent):
                     for peer, size in sent.items():
-                        amount = size * times * num_layers
-                        own, other = block.ranks[position], block.ranks[peer]
+                        amount = size * times * num_layers * run.count
+                        own, other = run.ranks[position], run.ranks[peer]
                         by_rank[own] += amount
                         by_kind[exchange.kind] += amount
                         by_link[topology.class_of((min(own, other), max(own, other)))] += amount
