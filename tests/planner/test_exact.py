@@ -14,14 +14,15 @@ from typing import Any
 
 import pytest
 
-from tests.planner.toys import BUCKETS, batch, planner
+from tests.planner.toys import BUCKETS, batch, choice, planner, problem as toy_problem
 from zellige_lightning.errors import PlanningError
 from zellige_lightning.planner.__main__ import solve_one
 from zellige_lightning.planner.checker import check, exhaust
+from zellige_lightning.planner.consolidate import consolidate
 from zellige_lightning.planner.exact import solve_exact
 from zellige_lightning.planner.instances import make_brief, placements, plain, read_problem
 from zellige_lightning.planner.planner import PlannerConfig
-from zellige_lightning.planner.problem import PlacementProblem
+from zellige_lightning.planner.problem import Cell, PlacementProblem
 from zellige_lightning.planner.solution import num_splits, sums
 
 DATA = Path(__file__).parent / "data" / "instances.json"
@@ -193,6 +194,38 @@ def test_light_sequences_that_pack_badly_are_still_placed() -> None:
     tight = next(p for p in INSTANCES if p["name"] == "greedy_fail_2")
     assert solve_one(tight, PlannerConfig("paper"))["status"] == "failed"
     assert solve_one(tight, EXACT)["status"] == "optimal"
+
+
+def whole_only(name: str, count: int, time: int, memory: int) -> dict[str, Any]:
+    option = {"config": [1, 1, 1], "time": time, "memory": memory, "rank_sets": "all"}
+    return {"id": name, "count": count, "options": [option]}
+
+
+def test_memory_that_must_be_filled_exactly_is_left_to_cp_sat() -> None:
+    """504 MiB on three ranks of 168: the search packs light sequences by rule and misses it, and says so."""
+    sequences = [whole_only("a", 11, 3, 11), whole_only("b", 65, 4, 5), whole_only("big", 1, 249, 58)]
+    row = solve_one({"name": "full", "ranks": 3, "cap": 168, "sequences": sequences}, EXACT)
+    assert row["faults"] == []
+    assert (row["status"], row["statuses"]) == ("optimal", ["OPTIMAL", "OPTIMAL"])
+    assert sum(s["count"] * s["options"][0]["memory"] for s in sequences) == 3 * 168
+
+
+def test_prices_beyond_the_search_are_refused() -> None:
+    huge = {"name": "huge", "ranks": 2, "cap": 1 << 38, "sequences": [whole_only("a", 3, 1 << 38, 1)]}
+    row = solve_one(huge, EXACT)
+    assert "beyond what is searched" in row["reason"]
+
+
+def test_split_sequences_share_rank_sets_where_the_makespan_allows() -> None:
+    """Two splits on two pairs become two on one pair as long as the load stays within the limit."""
+    pair, single = choice(2, 10, 1, 4), choice(1, 5, 1, 4)
+    toy = toy_problem(4, 100, (2, [pair]), (2, [single]))
+    cells = (Cell(0, 0, (0, 1), 1), Cell(0, 0, (2, 3), 1), Cell(1, 0, (2,), 2))
+    together = consolidate(toy, cells, 20)
+    assert {c.ranks for c in together if len(c.ranks) > 1} == {(0, 1)}
+    assert sums(toy, together)[0] == [20, 20, 10, 0]
+    assert consolidate(toy, cells, 19) == cells
+    assert consolidate(replace(toy, cap_mib=1), cells, 20) == cells
 
 
 def test_compiled_and_plain_code_give_the_same_placements(tmp_path: Path) -> None:
