@@ -80,6 +80,11 @@ class LatentStore:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_open": {}}  # a worker process maps the files itself
 
+    @property
+    def settings(self) -> Settings:
+        """What it was built with."""
+        return dict(self._index["settings"])
+
     def caption(self, key: str) -> str:
         return self._captions[key]
 

@@ -148,12 +148,17 @@ def write_sharded(
     return paths
 
 
-def write_file(path: Path, entries: Iterable[Entry], fetch: Callable[[str], Tensor]) -> None:
-    """One safetensors file, written beside its place and then renamed."""
+def write_file(
+    path: Path,
+    entries: Iterable[Entry],
+    fetch: Callable[[str], Tensor],
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """One safetensors file, written beside its place and then renamed. `metadata` goes into its header."""
     entries = list(entries)
 
     def write(file: BinaryIO) -> None:
-        file.write(_header(entries))
+        file.write(_header(entries, metadata or {}))
         for entry in entries:
             values = fetch(entry.name).detach().to("cpu", entry.dtype).contiguous()
             if tuple(values.shape) != entry.shape:
@@ -187,8 +192,15 @@ def atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
             temporary.unlink()
 
 
-def _header(entries: list[Entry]) -> bytes:
-    table: dict[str, Mapping[str, Any]] = {"__metadata__": {"format": "pt"}}
+def check_writable(folder: Path) -> None:
+    """Raises `DataError` if nothing can be written there."""
+    probe = folder / ".writable"
+    write_text(probe, "")
+    probe.unlink(missing_ok=True)
+
+
+def _header(entries: list[Entry], metadata: Mapping[str, str]) -> bytes:
+    table: dict[str, Mapping[str, Any]] = {"__metadata__": {"format": "pt", **metadata}}
     start = 0
     for entry in entries:
         end = start + entry.num_bytes
