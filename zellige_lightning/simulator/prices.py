@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 
 from zellige_lightning.placement.plan import ParallelConfig, PlacementOption
@@ -50,13 +51,14 @@ def modeled_table(
                 option = PlacementOption(config, ranks)
                 seconds = simulator.placement([option], [bucket.num_tokens]).makespan
                 prices[bucket.name, config, name] = max(1, round(1e6 * seconds))
-    fingerprint: dict[str, str | int | float] = {
-        "modeled": 1,
-        "cluster": cluster.name,
-        "model": model.name,
-        "world": world,
-    }
+    fingerprint: dict[str, str | int | float] = {"modeled": 1, "cluster": cluster.name, "model": model.name}
+    fingerprint |= {"world_size": world, "topology": topology_digest(topology)}
     return ProfileTable(buckets, prices, {}, cluster.fixed_us(model, world), fingerprint)
+
+
+def topology_digest(topology: Topology) -> str:
+    """As the profiler writes it into a profile."""
+    return hashlib.sha256(str(topology.node_of).encode()).hexdigest()[:12]
 
 
 def _one_set_per_class(topology: Topology, degree: int, family: str) -> dict[str, tuple[int, ...]]:
