@@ -107,10 +107,10 @@ class _Setup:
         counts, ranks = _batch(options, inputs.load_catalog(options.catalog))
         if self.measured:
             table = ProfileTable.load(options.profile)
-            named = self.cluster.topology(options.ranks or _world(table)) if options.cluster else None
+            named = self.cluster.topology(options.ranks if options.ranks is not None else _world(table)) if options.cluster else None
             topology = inputs.fitting_topology(table, options.ranks, named)
         else:
-            topology = self.cluster.topology(options.ranks or ranks)
+            topology = self.cluster.topology(options.ranks if options.ranks is not None else ranks)
         self.counts = _within_budget(counts, options.tokens_per_gpu, topology.world_size)
         if not self.measured:
             table = modeled_table(self.cluster, self.model, topology, list(self.counts))
@@ -197,8 +197,8 @@ def _record(row: Any, setup: _Setup) -> dict[str, Any]:
 def _text(data: dict[str, Any]) -> str:
     batch = ", ".join(f"{count} x {name}" for name, count in data["batch"].items())
     head = [
-        f"{batch} ({data['tokens']:,} tokens) on {data['ranks']} ranks of {data['cluster']}, {data['model']}, "
-        f"cap {data['cap_mib'] / 1024:.1f} GiB; all times {data['source']}",
+        f"{batch} ({data['tokens']:,} tokens) on {data['ranks']} ranks of {data['cluster']}, "
+        f"{data['model']}, cap {data['cap_mib'] / 1024:.1f} GiB; all times {data['source']}",
         "",
         f"{'policy':14}{'step s':>9}{'events s':>10}{'max/mean':>9}{'splits':>8}{'GB node':>9}"
         f"{'GB across':>10}{'peak GiB':>9}{'gap':>8}{'plan ms':>9}",

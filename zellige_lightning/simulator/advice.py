@@ -55,11 +55,11 @@ def more_memory(stage: Stage, batch: GlobalBatch) -> str:
         return f"{MORE_MEMORY}x the memory would not make it fit"
     gib = stage.cap_mib * MORE_MEMORY / 1024
     if have is None:
-        return f"more memory would help: with a cap of {gib:.1f} GiB {config.name} plans it in {more.predicted_us / 1e6:.2f} s"
-    gain = have.predicted_us / more.predicted_us - 1
-    return f"more memory ({gib:.1f} GiB) would gain {max(0.0, gain):.1%}" + (
-        "" if gain > WORTH else ": memory is not the limit"
-    )
+        seconds = more.predicted_us / 1e6
+        return f"more memory would help: with a cap of {gib:.1f} GiB {OURS} plans it in {seconds:.2f} s"
+    gain = max(0.0, have.predicted_us / more.predicted_us - 1)
+    limit = "" if gain > WORTH else ": memory is not the limit"
+    return f"more memory ({gib:.1f} GiB) would gain {gain:.1%}{limit}"
 
 
 def _plan(stage: Stage, batch: GlobalBatch, factor: float) -> Plan | None:

@@ -28,7 +28,7 @@ def load_catalog(path: str | Path | None = None) -> dict[str, Bucket]:
     Raises:
         ConfigError: a file that is missing or has another form.
     """
-    import yaml
+    import yaml  # type: ignore[import-untyped]
 
     file = Path(path) if path else _conf() / "catalog" / "wan21.yaml"
     try:
