@@ -10,8 +10,8 @@ from typing import Any
 
 
 class Background:
-    """One daemon thread that runs jobs in order. Daemonic, so that a job stuck in a dead collective cannot keep the
-    process alive."""
+    """One daemon thread that runs jobs in order. Daemonic, so that a job stuck in a dead collective cannot
+    keep the process alive."""
 
     def __init__(self, name: str) -> None:
         self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()

@@ -1,5 +1,5 @@
-"""`ZelligeDataModule` wraps a DataModule: it buckets its samples into global batches and resolves each batch, in
-`on_before_batch_transfer`, to the tokens that the plan gives this rank."""
+"""`ZelligeDataModule` wraps a DataModule: it buckets its samples into global batches and resolves each
+batch, in `on_before_batch_transfer`, to the tokens that the plan gives this rank."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class ZelligeDataModule(LightningDataModule):
     """Global batches of mixed images and videos, from any DataModule with map-style datasets.
 
     Args:
-        datamodule: its dataloaders are asked only for their datasets. A dataset that is a `TokenSource` is read by
-            token ranges; any other map-style dataset needs `describe` and `tokenize`.
+        datamodule: its dataloaders are asked only for their datasets. A dataset that is a `TokenSource` is
+            read by token ranges; any other map-style dataset needs `describe` and `tokenize`.
         catalog: expected buckets; default, those that occur in the training samples.
         tokens_per_batch: token budget of a global batch, over all ranks.
         video_token_share: target share of video tokens in a batch; None takes samples as they come.
@@ -61,7 +61,8 @@ class ZelligeDataModule(LightningDataModule):
         self._describe, self._tokenize = describe, tokenize
         self._train_loader: GlobalBatchLoader | None = None
         self._handed_out = False
-        # Lightning prefers a data module's hook to the model's, so it must only see those that are really there.
+        # Lightning prefers a data module's hook to the model's, so it must only see those that are really
+        # there.
         for hook in ("transfer_batch_to_device", "on_after_batch_transfer"):
             if is_overridden(hook, datamodule, LightningDataModule):
                 setattr(self, hook, getattr(datamodule, hook))
@@ -70,7 +71,7 @@ class ZelligeDataModule(LightningDataModule):
             datamodule.allow_zero_length_dataloader_with_multiple_devices
         )
 
-    # ---- batches --------------------------------------------------------------------------------------------
+    # ---- batches -------------------------------------------------------------------------------------------
 
     def training_loader(self) -> GlobalBatchLoader:
         """The loader of the training samples."""
@@ -80,7 +81,8 @@ class ZelligeDataModule(LightningDataModule):
         return self._train_loader
 
     def train_dataloader(self) -> GlobalBatchLoader:
-        """Asked again within a fit, it asks the wrapped module again (`reload_dataloaders_every_n_epochs`)."""
+        """Asked again within a fit, it asks the wrapped module again
+        (`reload_dataloaders_every_n_epochs`)."""
         if self._handed_out:
             self._train_loader = None
         loader = self.training_loader()
@@ -111,7 +113,7 @@ class ZelligeDataModule(LightningDataModule):
         hook = "on_before_batch_transfer"
         model = self.trainer.lightning_module if self.trainer is not None else None
         owner = self.inner if model is None or is_overridden(hook, self.inner, LightningDataModule) else model
-        return type(owner).on_before_batch_transfer(owner, batch, dataloader_idx)  # type: ignore[arg-type]
+        return type(owner).on_before_batch_transfer(owner, batch, dataloader_idx)
 
     def _strategy(self) -> Any:
         from zellige_lightning.strategy import ZelligeStrategy
@@ -119,7 +121,9 @@ class ZelligeDataModule(LightningDataModule):
         assert self.trainer is not None
         strategy = self.trainer.strategy
         if not isinstance(strategy, ZelligeStrategy):
-            raise ConfigError(f"a planned batch under {type(strategy).__name__}", fix='use strategy="zellige"')
+            raise ConfigError(
+                f"a planned batch under {type(strategy).__name__}", fix='use strategy="zellige"'
+            )
         return strategy
 
     def _loader(self, dataloaders: Any, *, training: bool) -> GlobalBatchLoader:
@@ -160,7 +164,7 @@ class ZelligeDataModule(LightningDataModule):
         rank, world_size = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
         return EvaluationLoader(self._loader(dataloader, training=False), rank, world_size)
 
-    # ---- everything else is the wrapped module's ------------------------------------------------------------
+    # ---- everything else is the wrapped module's -----------------------------------------------------------
 
     def prepare_data(self) -> None:
         self.inner.trainer = self.trainer
@@ -185,8 +189,8 @@ class ZelligeDataModule(LightningDataModule):
 
 
 class LocalStep:
-    """What an `EvaluationLoader` yields: a batch of whole sequences that is read in the hook, past the half-precision
-    plugins, which would cast its loss weights."""
+    """What an `EvaluationLoader` yields: a batch of whole sequences that is read in the hook, past the
+    half-precision plugins, which would cast its loss weights."""
 
     def __init__(self, batch: GlobalBatch, loader: GlobalBatchLoader) -> None:
         self.batch, self._loader = batch, loader
@@ -200,8 +204,8 @@ class LocalStep:
 
 
 class EvaluationLoader:
-    """This rank's share of the evaluation batches. Nothing is split; all ranks have equally many batches, so that
-    none waits for another in a synchronized metric."""
+    """This rank's share of the evaluation batches. Nothing is split; all ranks have equally many batches,
+    so that none waits for another in a synchronized metric."""
 
     def __init__(self, loader: GlobalBatchLoader, rank: int, world_size: int) -> None:
         self.loader = loader
@@ -217,8 +221,8 @@ class EvaluationLoader:
 
 
 def _even_out(batches: list[GlobalBatch], multiple: int) -> list[GlobalBatch]:
-    """The same sequences in a number of batches that `multiple` divides: large batches are halved; once all hold a
-    single sequence, empty ones are added."""
+    """The same sequences in a number of batches that `multiple` divides: large batches are halved; once
+    all hold a single sequence, empty ones are added."""
     keys = [[(s.key, s.bucket) for s in batch.sequences] for batch in batches]
     while len(keys) % multiple:
         largest = max(range(len(keys)), key=lambda i: len(keys[i]))
@@ -245,7 +249,9 @@ def as_catalog(catalog: Catalog | Mapping[str, Any] | None) -> Catalog | None:
     if catalog is None or isinstance(catalog, Catalog):
         return catalog
     if unknown := set(catalog) - {"buckets", "strict"}:
-        raise ConfigError(f"unknown catalog settings {sorted(unknown)}", fix="known are `buckets` and `strict`")
+        raise ConfigError(
+            f"unknown catalog settings {sorted(unknown)}", fix="known are `buckets` and `strict`"
+        )
     buckets = tuple(Bucket(name, tuple(grid)) for name, grid in (catalog.get("buckets") or {}).items())
     return Catalog(buckets, bool(catalog.get("strict", False))) if buckets else None
 

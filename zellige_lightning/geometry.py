@@ -68,8 +68,8 @@ def held_and_peak(
 ) -> tuple[int, int]:
     """Bytes that `forward` leaves allocated, and the peak of both calls, above what was there before.
 
-    On CUDA from the allocator. On CPU from the profiler's memory events, which also see what happens inside custom
-    operators; trackers built on dispatch modes do not.
+    On CUDA from the allocator. On CPU from the profiler's memory events, which also see what happens
+    inside custom operators; trackers built on dispatch modes do not.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -79,7 +79,9 @@ def held_and_peak(
         backward(loss)
         return held, torch.cuda.max_memory_allocated(device) - base
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would print a line for each start and stop
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profiler:
         loss = forward()
         with torch.profiler.record_function(_FORWARD_ENDS):
             held_now = loss

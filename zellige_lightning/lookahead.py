@@ -1,8 +1,9 @@
 """Plans and reads the next global batch in the background while the current one trains.
 
-Lightning never prefetches `on_before_batch_transfer`, so planning there would be fully exposed. Here the loader that
-Lightning iterates hands out *pending* batches: a thread with a gloo group of its own agrees, plans, shares and reads
-them one step ahead, across epoch ends too; the hook only waits for what is not ready yet.
+Lightning never prefetches `on_before_batch_transfer`, so planning there would be fully exposed. Here the
+loader that Lightning iterates hands out *pending* batches: a thread with a gloo group of its own agrees,
+plans, shares and reads them one step ahead, across epoch ends too; the hook only waits for what is not
+ready yet.
 """
 
 from __future__ import annotations
@@ -108,8 +109,8 @@ class StepPreparer:
 
 
 class PendingStep:
-    """What the loader yields: a step that may still be in preparation. Not a dataclass: a half-precision plugin would
-    walk into its fields.
+    """What the loader yields: a step that may still be in preparation. Not a dataclass: a half-precision
+    plugin would walk into its fields.
 
     Args:
         opens_window: whether an optimizer step begins with this batch.
@@ -129,8 +130,8 @@ class PendingStep:
 class LookaheadLoader:
     """The training loader that Lightning sees: sized, stateful, the same on every rank.
 
-    Its state counts batches that were trained, not those that were handed out or are being prepared, and is global:
-    epoch and position, never anything of one rank.
+    Its state counts batches that were trained, not those that were handed out or are being prepared, and
+    is global: epoch and position, never anything of one rank.
 
     Args:
         loader: yields the global batches of an epoch.
@@ -178,9 +179,11 @@ class LookaheadLoader:
         return {"epoch": self._epoch, "delivered": min(self._delivered, self._processed())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Only foreign states come this way, since ours are kept apart (`position`): there is nothing to go on from."""
+        """Only foreign states come this way, since ours are kept apart (`position`): there is nothing to
+        go on from."""
         rank_zero_warn(
-            f"the checkpoint's position {sorted(state)} is of another dataloader: the epoch starts from its first batch"
+            f"the checkpoint's position {sorted(state)} is of another dataloader:"
+            " the epoch starts from its first batch"
         )
 
     def __iter__(self) -> Iterator[PendingStep]:

@@ -16,9 +16,9 @@ class CoalescedAttentionMixin:
     """Put it before `LightningModule` among the bases, and name the self-attention modules.
 
     Inside the modules that match `coalesced_attention` every call of `F.scaled_dot_product_attention` on
-    `[1, H, T, D]` packed tokens is answered by the Coalesced Attention Engine while a planned batch trains. It adds
-    no parameter and changes no name, so checkpoints are those of the plain model. Outside a planned step the calls
-    run as they are, which is right for a single whole sequence.
+    `[1, H, T, D]` packed tokens is answered by the Coalesced Attention Engine while a planned batch
+    trains. It adds no parameter and changes no name, so checkpoints are those of the plain model. Outside
+    a planned step the calls run as they are, which is right for a single whole sequence.
 
     Attributes:
         coalesced_attention: glob patterns of module names, such as `("model.blocks.*.self_attn",)`.
@@ -51,10 +51,11 @@ class CoalescedAttentionMixin:
             router.attach(name, module)
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        """Like `LightningModule.log`; in the steps of planned batches the mean over ranks unless `sync_dist` is given.
+        """Like `LightningModule.log`; in the steps of planned batches the mean over ranks unless
+        `sync_dist` is given.
 
-        `RankBatch.reduce` is scaled so that in training this mean is the loss of the global batch. In evaluation,
-        where each rank has sequences of its own, it is the mean over all sequences.
+        `RankBatch.reduce` is scaled so that in training this mean is the loss of the global batch. In
+        evaluation, where each rank has sequences of its own, it is the mean over all sequences.
         """
         batch = self._planned_batch
         if batch is not None:

@@ -1,7 +1,7 @@
 """Where a checkpoint keeps the position in the data: under a key of our own.
 
-Lightning keeps it among the states of the loaders and refuses a checkpoint whose loaders are not those of the run, so
-that no other strategy could go on from ours.
+Lightning keeps it among the states of the loaders and refuses a checkpoint whose loaders are not those of
+the run, so that no other strategy could go on from ours.
 """
 
 from __future__ import annotations

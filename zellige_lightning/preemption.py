@@ -1,7 +1,7 @@
 """SIGTERM to any rank stops all ranks before the same optimizer step.
 
-A collective inside a signal handler interleaves with the others and hangs, so the handler only sets a flag. The flag
-travels with the agreement that precedes each step.
+A collective inside a signal handler interleaves with the others and hangs, so the handler only sets a
+flag. The flag travels with the agreement that precedes each step.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Preemption:
         self._trainer = trainer
 
     def watch(self) -> None:
-        """Take over SIGTERM from Lightning, which puts its own handlers back after the run. Signals reach the main
-        thread only, and a single rank needs no agreement."""
+        """Take over SIGTERM from Lightning, which puts its own handlers back after the run. Signals reach
+        the main thread only, and a single rank needs no agreement."""
         if self._trainer.world_size > 1 and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._on_signal)
 

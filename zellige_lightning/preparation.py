@@ -116,7 +116,8 @@ def _profile(
 
 
 def memory_cap_mib(job: Job, services: Services) -> int:
-    """M_cap = M_usable - M_base (paper, Sec. IV-B), or the user's `memory_cap_gib`; the smallest of all ranks.
+    """M_cap = M_usable - M_base (paper, Sec. IV-B), or the user's `memory_cap_gib`; the smallest of all
+    ranks.
 
     M_base holds parameters, gradients and optimizer state. Gradients stay alive during the next forward.
 
@@ -128,7 +129,7 @@ def memory_cap_mib(job: Job, services: Services) -> int:
     trained = sum(p.numel() * p.element_size() for p in job.module.parameters() if p.requires_grad)
     if job.device.type == "cuda":
         usable = 0.94 * torch.cuda.get_device_properties(job.device).total_memory
-        base = torch.cuda.memory_allocated(job.device) + 3 * trained
+        base = float(torch.cuda.memory_allocated(job.device) + 3 * trained)
     else:
         usable = 0.8 * _host_memory() / max(1, job.num_local_ranks)
         base = 3.0 * trained

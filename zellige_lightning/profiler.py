@@ -1,5 +1,5 @@
-"""`HardwareProfiler` (paper, Sec. IV-B): measures, once per training set-up, what every (bucket, configuration) costs
-a participating rank, through the same engine and model that train."""
+"""`HardwareProfiler` (paper, Sec. IV-B): measures, once per training set-up, what every (bucket,
+configuration) costs a participating rank, through the same engine and model that train."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from zellige_lightning.batch import RankBatch, materialize
 from zellige_lightning.engine import AttentionRouter, CoalescedAttentionEngine
 from zellige_lightning.engine.routing import engine_of_step
 from zellige_lightning.errors import ConfigError, ProfileError
+from zellige_lightning.mixin import require_mixin
 from zellige_lightning.placement import (
     Bucket,
     GlobalBatch,
@@ -45,8 +46,8 @@ class ProfilerConfig:
     Args:
         profile_path: JSON file to reuse or write; None keeps one by fingerprint in the user's cache folder.
         repeats: timed runs per pair; their median counts.
-        all_layers_up_to: a model of at most that many layers is timed whole; of a deeper one, one and two layers
-            are, and the rest is extrapolated.
+        all_layers_up_to: a model of at most that many layers is timed whole; of a deeper one, one and two
+            layers are, and the rest is extrapolated.
     """
 
     profile_path: str | None = None
@@ -65,7 +66,9 @@ class ProfilerConfig:
         for name in ("repeats", "all_layers_up_to"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
-                raise ConfigError(f"profiler.{name} = {value!r}", fix=f"profiler.{name} must be an integer >= 1")
+                raise ConfigError(
+                    f"profiler.{name} = {value!r}", fix=f"profiler.{name} must be an integer >= 1"
+                )
 
     @classmethod
     def of(cls, settings: ProfilerConfig | Mapping[str, Any] | None) -> ProfilerConfig:
@@ -116,7 +119,7 @@ class Measurement:
     ) -> None:
         self._engine, self._router, self._agreement, self._config = engine, router, agreement, config
         self._trial = trial
-        layers = layer_list(module, list(module.attention_modules()))
+        layers = layer_list(module, list(require_mixin(module).attention_modules()))
         self._num_layers = len(layers) if layers is not None else 1
         deep = layers is not None and self._num_layers > config.all_layers_up_to
         self._clones = [copy_module(module, depth) for depth in ((1, 2) if deep else (None,))]

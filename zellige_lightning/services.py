@@ -85,7 +85,9 @@ class Services:
 
     def topology(self) -> Topology:
         """Ranks of one host are a node."""
-        hosts = [self.agreement.share(socket.gethostname(), rank) for rank in range(self.agreement.world_size)]
+        hosts = [
+            self.agreement.share(socket.gethostname(), rank) for rank in range(self.agreement.world_size)
+        ]
         return Topology(tuple(sorted(set(hosts), key=hosts.index).index(host) for host in hosts))
 
     def largest(self, geometry: ModelGeometry) -> ModelGeometry:
@@ -96,7 +98,8 @@ class Services:
 
     @contextmanager
     def attending(self, module: LightningModule | None, batch: RankBatch | None) -> Iterator[None]:
-        """Answer the module's attention by the engine, on from here: backward recomputes after the block has ended.
+        """Answer the module's attention by the engine, on from here: backward recomputes after the block
+        has ended.
 
         Args:
             batch: what the step is for; None leaves attention alone.

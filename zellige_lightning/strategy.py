@@ -1,7 +1,8 @@
 """`Trainer(strategy="zellige")`: data parallelism in which every sequence has its own placement.
 
-The strategy owns what is shared by the ranks: the process groups, the agreement before each step, the plan's way to
-everybody, and what happens when a rank fails. What is computed lives below (`planner`, `engine`).
+The strategy owns what is shared by the ranks: the process groups, the agreement before each step, the
+plan's way to everybody, and what happens when a rank fails. What is computed lives below (`planner`,
+`engine`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from dataclasses import replace
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -23,6 +23,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from zellige_lightning.accumulation import accumulates, window_in
 from zellige_lightning.batch import RankBatch
 from zellige_lightning.datamodule import ZelligeDataModule
 from zellige_lightning.errors import ConfigError
@@ -41,10 +42,10 @@ from zellige_lightning.profiler import HardwareProfiler, ProfilerConfig
 from zellige_lightning.registration import register
 from zellige_lightning.report.records import StepRecord
 from zellige_lightning.services import EngineConfig, Services
-from zellige_lightning.timing import StepTimer
+from zellige_lightning.timing import StepTimer, record_of
 from zellige_lightning.trial import TrialStep
 
-# The name of DDP's switch for sending rank 0's buffers around before every forward; it was renamed in torch 2.13.
+# DDP's switch for sending rank 0's buffers around before every forward; it was renamed in torch 2.13.
 _NO_BUFFER_SYNC = next(
     name
     for name in ("forward_sync_buffers", "broadcast_buffers")
@@ -56,7 +57,7 @@ class ZelligeStrategy(DDPStrategy):
     """Places each sequence of a global batch on ranks of its own choice.
 
     Args:
-        planner: settings as `PlannerConfig`; None takes the `planner` node of the running Hydra application, if any.
+        planner: settings as `PlannerConfig`; None takes the `planner` node of the running Hydra application.
         memory_cap_gib: GiB that sequences may take on one rank; overrides `planner.memory_cap_gib`.
         engine: settings as `EngineConfig`; None as for `planner`.
         profiler: settings as `ProfilerConfig`; None as for `planner`.
@@ -106,7 +107,7 @@ class ZelligeStrategy(DDPStrategy):
         self._alone = False  # after a failure inside a step nobody answers any more
         self._timer = StepTimer()
 
-    # ---- set-up ---------------------------------------------------------------------------------------------
+    # ---- set-up --------------------------------------------------------------------------------------------
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
@@ -125,18 +126,19 @@ class ZelligeStrategy(DDPStrategy):
     def connect(self, model: LightningModule) -> None:
         """Attach the callbacks that the strategy needs, unless the user brought their own."""
         super().connect(model)
-        callbacks = model.trainer.callbacks
+        trainer: Any = model.trainer
+        callbacks = trainer.callbacks
         for kind, make in ((HardwareProfiler, HardwareProfiler), (MakespanMonitor, MakespanMonitor)):
             if not any(isinstance(callback, kind) for callback in callbacks):
                 callbacks.append(make())
         own = next(callback for callback in callbacks if isinstance(callback, HardwareProfiler))
         if own.config != ProfilerConfig():
             self.profiler_config = own.config
-        model.trainer.callbacks = model.trainer._callback_connector._reorder_callbacks(callbacks)
+        trainer.callbacks = trainer._callback_connector._reorder_callbacks(callbacks)
 
     def setup(self, trainer: Trainer) -> None:
         self._preemption, self._warned_unplanned = Preemption(trainer), False
-        if self._ddp_kwargs.get("static_graph") and self._accumulates(trainer):
+        if self._ddp_kwargs.get("static_graph") and accumulates(trainer):
             raise ConfigError(
                 "static_graph=True with accumulate_grad_batches > 1 loses gradients",
                 fix="leave static_graph off; placement needs no static graph",
@@ -182,7 +184,7 @@ class ZelligeStrategy(DDPStrategy):
         ahead = LookaheadLoader(
             loader,
             lambda batch, accumulation: self.services.preparer.prepare(loader, batch, accumulation),
-            window=self._accumulation,
+            window=lambda epoch: window_in(trainer, epoch),
             limit=lambda: int(min(trainer.num_training_batches, len(loader))),
             processed=lambda: trainer.fit_loop.epoch_loop.batch_progress.current.processed,
             resume=lambda: self._position if trainer.fit_loop.restarting else None,
@@ -193,23 +195,11 @@ class ZelligeStrategy(DDPStrategy):
         self._loaders = [ahead]
         return ahead
 
-    @staticmethod
-    def _accumulates(trainer: Trainer) -> bool:
-        schedules = [c for c in trainer.callbacks if isinstance(c, GradientAccumulationScheduler)]
-        return trainer.accumulate_grad_batches > 1 or any(s.going_to_accumulate_grad_batches() for s in schedules)
-
-    def _accumulation(self, epoch: int) -> int:
-        """Global batches per optimizer step in that epoch, also where a callback schedules them."""
-        for callback in self._trainer.callbacks:
-            if isinstance(callback, GradientAccumulationScheduler):
-                return callback.get_accumulate_grad_batches(epoch)
-        return self._trainer.accumulate_grad_batches
-
-    # ---- planning -------------------------------------------------------------------------------------------
+    # ---- planning ------------------------------------------------------------------------------------------
 
     def prepare_planning(self, loader: GlobalBatchLoader | None = None) -> None:
-        """See `prepare_planner`. Does nothing the second time, or where nothing is planned. Draws no random number of
-        the run and leaves parameters and buffers alone."""
+        """See `prepare_planner`. Does nothing the second time, or where nothing is planned. Draws no random
+        number of the run and leaves parameters and buffers alone."""
         services, module = self.services, self.lightning_module
         assert module is not None
         if loader is None and isinstance(self._trainer.datamodule, ZelligeDataModule):
@@ -252,11 +242,12 @@ class ZelligeStrategy(DDPStrategy):
         step.rank_batch.context = convert(step.rank_batch.context)
         return step.rank_batch
 
-    # ---- the step -------------------------------------------------------------------------------------------
+    # ---- the step ------------------------------------------------------------------------------------------
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
-        if self.planned_step is None and self.world_size > 1 and batch_idx % self._trainer.accumulate_grad_batches == 0:
+        opens_window = batch_idx % self._trainer.accumulate_grad_batches == 0
+        if self.planned_step is None and self.world_size > 1 and opens_window:
             stops = self.services.agreement.gather([int(self.preemption.requested)])
             self.preemption.agreed |= any(stop for (stop,) in stops)
             self.preemption.stop_if_agreed()
@@ -306,23 +297,10 @@ class ZelligeStrategy(DDPStrategy):
         self.planned_step = None
         wall_us, busy_us = self._timer.read()
         reports = self.services.agreement.gather([wall_us, busy_us])
-        busy = [b for _, b in reports]
-        plan, batch = step.rank_batch.plan, step.rank_batch.global_batch
         self._phase = "between steps"
-        return StepRecord(
-            step=batch.step,
-            batch=batch,
-            plan=plan,
-            predicted_us=plan.predicted_us,
-            measured_us=max(1, max(w for w, _ in reports)),
-            imbalance=plan.imbalance,
-            measured_imbalance=max(busy) * len(busy) / max(1, sum(busy)),
-            num_splits=plan.num_splits,
-            solve_ms=step.prepare_ms,
-            exposed_ms=step.exposed_ms,
-        )
+        return record_of(step, [wall for wall, _ in reports], [busy for _, busy in reports])
 
-    # ---- checkpoints ----------------------------------------------------------------------------------------
+    # ---- checkpoints ---------------------------------------------------------------------------------------
 
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         if self._loaders:
@@ -334,7 +312,7 @@ class ZelligeStrategy(DDPStrategy):
         self._position = position_in(checkpoint)
         return checkpoint
 
-    # ---- stopping and failing -------------------------------------------------------------------------------
+    # ---- stopping and failing ------------------------------------------------------------------------------
 
     def on_train_start(self) -> None:
         super().on_train_start()
@@ -351,7 +329,9 @@ class ZelligeStrategy(DDPStrategy):
             return error
         step = self.planned_step.rank_batch.global_batch.step if self.planned_step is not None else None
         resolved = self._services.failures.resolve(error, self._phase, step)
-        self._alone = self.world_size > 1 and isinstance(error, Exception) and not getattr(error, "agreed", False)
+        self._alone = (
+            self.world_size > 1 and isinstance(error, Exception) and not getattr(error, "agreed", False)
+        )
         return resolved
 
     # What saves a checkpoint on an exception must not wait for, or be hidden by, ranks that are gone.
@@ -383,7 +363,7 @@ class ZelligeStrategy(DDPStrategy):
         super().teardown()
 
     @property
-    def _trainer(self) -> Trainer:
+    def _trainer(self) -> Any:
         assert self.lightning_module is not None
         return self.lightning_module.trainer
 

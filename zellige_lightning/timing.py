@@ -6,10 +6,13 @@ import time
 
 import torch
 
+from zellige_lightning.lookahead import PlannedStep
+from zellige_lightning.report.records import StepRecord
+
 
 class StepTimer:
-    """Wall and busy time of forward and backward, microseconds. Busy leaves out waiting for other ranks where the
-    device can tell: on CPU it is the thread's processor time, on CUDA the same as wall."""
+    """Wall and busy time of forward and backward, microseconds. Busy leaves out waiting for other ranks
+    where the device can tell: on CPU it is the thread's processor time, on CUDA the same as wall."""
 
     def __init__(self) -> None:
         self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
@@ -33,3 +36,20 @@ class StepTimer:
             return int(wall), int(wall)
         wall, busy = (1e6 * (end - begin) for begin, end in zip(self._began, self._ended, strict=True))
         return int(wall), int(busy)
+
+
+def record_of(step: PlannedStep, wall_us: list[int], busy_us: list[int]) -> StepRecord:
+    """The record of a step, from the times of all ranks."""
+    plan, batch = step.rank_batch.plan, step.rank_batch.global_batch
+    return StepRecord(
+        step=batch.step,
+        batch=batch,
+        plan=plan,
+        predicted_us=plan.predicted_us,
+        measured_us=max(1, *wall_us),
+        imbalance=plan.imbalance,
+        measured_imbalance=max(busy_us) * len(busy_us) / max(1, sum(busy_us)),
+        num_splits=plan.num_splits,
+        solve_ms=step.prepare_ms,
+        exposed_ms=step.exposed_ms,
+    )

@@ -1,5 +1,5 @@
-"""Looks at a user's model before anything is planned: its attention, and whether its tokens mix only inside the
-engine."""
+"""Looks at a user's model before anything is planned: its attention, and whether its tokens mix only inside
+the engine."""
 
 from __future__ import annotations
 
@@ -51,10 +51,11 @@ def attention_shape(clone: LightningModule, router: AttentionRouter, trial: Tria
 
 
 def check_locality(clone: LightningModule, router: AttentionRouter, trial: TrialStep) -> None:
-    """Compare a small sequence whole and in two shards, with attention replaced by a function of single tokens.
+    """Compare a small sequence whole and in two shards; a function of single tokens replaces attention.
 
-    Whatever then differs mixes tokens outside the engine, or takes positions from the shard: it would make the loss
-    depend on the placement.
+    Whatever then differs mixes tokens outside the engine, or takes positions from the shard: it would make
+        the
+    loss depend on the placement.
 
     Raises:
         EngineError: names the first module whose output differs, or the loss.
@@ -74,13 +75,15 @@ def check_locality(clone: LightningModule, router: AttentionRouter, trial: Trial
     total = (parts[0][1] + parts[1][1]) / 2
     if not _same_loss(total, loss):
         raise EngineError(
-            f"training_step's loss of two shards is {float(total):.6g}, of the whole sequence {float(loss):.6g}",
+            f"training_step's loss of two shards is {float(total):.6g}, of the whole sequence"
+            f" {float(loss):.6g}",
             fix="return batch.reduce(per_token_loss); a mean over local tokens depends on the placement",
         )
 
 
 def check_packing(clone: LightningModule, router: AttentionRouter, trial: TrialStep) -> None:
-    """Compare two sequences on one rank with each of them alone; attention is replaced as in `check_locality`.
+    """Compare two sequences on one rank with each of them alone; attention is replaced as in
+    `check_locality`.
 
     Raises:
         EngineError: names the first module that mixes tokens of different sequences, or the loss.
@@ -93,24 +96,26 @@ def check_packing(clone: LightningModule, router: AttentionRouter, trial: TrialS
     for name, output in packed[0].items():
         if not _joins(output, [outputs.get(name) for outputs, _ in alone]):
             raise EngineError(
-                f"module {name!r} mixes tokens of different sequences: its output for two packed sequences is not"
-                " that of each alone",
-                fix="keep sequences apart by batch.lengths or batch.segment_ids; take positions from batch.positions",
+                f"module {name!r} mixes tokens of different sequences: its output for two packed"
+                " sequences is not that of each alone",
+                fix="keep sequences apart by batch.lengths or batch.segment_ids; take positions from"
+                " batch.positions",
             )
     mean = (alone[0][1] + alone[1][1]) / 2
     if not _same_loss(mean, packed[1]):
         raise EngineError(
-            f"training_step's loss of two packed sequences is {float(packed[1]):.6g}, the mean of both alone is"
-            f" {float(mean):.6g}",
+            f"training_step's loss of two packed sequences is {float(packed[1]):.6g}, the mean of both"
+            f" alone is {float(mean):.6g}",
             fix="return batch.reduce(per_token_loss); a mean over local tokens depends on the placement",
         )
 
 
 def _mixes(name: str) -> EngineError:
     return EngineError(
-        f"module {name!r} mixes tokens outside the engine: its output for a shard differs from the whole sequence",
-        fix="list it in `coalesced_attention` if it is self-attention; make it act on single tokens, with positions"
-        " from batch.positions; or keep every sequence whole with planner.max_degree=1",
+        f"module {name!r} mixes tokens outside the engine: its output for a shard differs from that for the"
+        " whole sequence",
+        fix="list it in `coalesced_attention` if it is self-attention; make it act on single tokens, with"
+        " positions from batch.positions; or keep every sequence whole with planner.max_degree=1",
     )
 
 
@@ -153,7 +158,7 @@ def _outputs(
 
 
 def _agrees(whole: Tensor, parts: list[Tensor | None], sizes: list[int]) -> bool:
-    """Whether the shards' outputs are the whole's, cut along the token axis, or equal it where there is none."""
+    """Whether the shards' outputs are the whole's, cut along the token axis, or equal it if there is none."""
     if any(part is None or part.dim() != whole.dim() for part in parts):
         return False
     tensors = [part for part in parts if part is not None]
@@ -164,8 +169,8 @@ def _agrees(whole: Tensor, parts: list[Tensor | None], sizes: list[int]) -> bool
 
 
 def _joins(packed: Tensor, alone: list[Tensor | None]) -> bool:
-    """Whether the outputs of single sequences, one behind the other, are the packed one. True where they are laid out
-    in some other way, such as padded."""
+    """Whether the outputs of single sequences, one behind the other, are the packed one. True where they are
+    laid out in some other way, such as padded."""
     if any(part is None or part.dim() != packed.dim() for part in alone):
         return True
     parts = [part for part in alone if part is not None]

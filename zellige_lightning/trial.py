@@ -1,5 +1,5 @@
-"""Steps of copies of a user's model on synthetic tokens: what the checks, the memory model and the profiler run, so
-that the model itself is never touched before it trains."""
+"""Steps of copies of a user's model on synthetic tokens: what the checks, the memory model and the
+profiler run, so that the model itself is never touched before it trains."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def copy_module(module: LightningModule, num_layers: int | None = None) -> Light
         memo[id(layers)] = nn.ModuleList([copy.deepcopy(layer) for layer in layers[:num_layers]])
     clone = copy.deepcopy(module, memo)
     clone._trainer = module._trainer
-    clone.log = clone.log_dict = lambda *args, **kwargs: None  # type: ignore[method-assign]
+    for name in ("log", "log_dict"):
+        setattr(clone, name, lambda *args, **kwargs: None)
     return clone
 
 
@@ -50,7 +51,7 @@ class TrialStep:
 
     Args:
         precision: the trainer's plugin; decides the dtype of inputs and the autocast of the forward.
-        source: whose fields the synthetic tokens copy. The source itself is not read: it knows its samples only.
+        source: whose fields the synthetic tokens copy. It is not read itself: it knows its samples only.
     """
 
     def __init__(self, precision: Precision, source: TokenSource) -> None:
@@ -61,7 +62,8 @@ class TrialStep:
 
     def _converted(self, fields: Mapping[str, FieldSpec]) -> dict[str, FieldSpec]:
         def dtype(spec: FieldSpec) -> torch.dtype:
-            return self._precision.convert_input(torch.empty(0, dtype=spec.dtype)).dtype  # type: ignore[no-any-return]
+            converted: Tensor = self._precision.convert_input(torch.empty(0, dtype=spec.dtype))
+            return converted.dtype
 
         return {name: FieldSpec(spec.shape, dtype(spec)) for name, spec in fields.items()}
 
@@ -77,6 +79,6 @@ class TrialStep:
         if not isinstance(loss, Tensor):
             raise EngineError(
                 f"training_step of {type(clone).__name__} returned {type(loss).__name__} instead of a loss",
-                fix="return batch.reduce(per_token_loss) for every planned batch; every rank takes part in each step",
+                fix="return batch.reduce(per_token_loss) for every planned batch: all ranks join a step",
             )
         return loss

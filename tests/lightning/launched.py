@@ -22,16 +22,20 @@ class Report(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.is_global_zero:
             records = callback_of(trainer, MakespanMonitor).records
-            found = {"parameters": flat(pl_module), "batches": batches_of(records), "world": trainer.world_size}
+            found = {
+                "parameters": flat(pl_module),
+                "batches": batches_of(records),
+                "world": trainer.world_size,
+            }
             Path(self.path).write_text(json.dumps(found))
 
 
 def main(method: str, path: str) -> None:
     strategy = ZelligeStrategy(start_method=method, profiler={"repeats": 1})
     trainer = Trainer(
-        strategy=strategy, accelerator="cpu", devices=2, max_epochs=1, limit_train_batches=3, limit_val_batches=0,
-        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        callbacks=[Report(path)],
+        strategy=strategy, accelerator="cpu", devices=2, max_epochs=1, limit_train_batches=3,
+        limit_val_batches=0, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, callbacks=[Report(path)],
     )  # fmt: skip
     trainer.fit(make_toy(), make_data())
 

@@ -1,4 +1,5 @@
-"""Training under the strategy is training in one process: same parameters, same losses, on every number of ranks."""
+"""Training under the strategy is training in one process: same parameters, same losses, on every number of
+ranks."""
 
 from __future__ import annotations
 
@@ -72,7 +73,8 @@ def test_three_steps_on_four_ranks_equal_one_process() -> None:
         ({"accumulate_grad_batches": 2, "limit_train_batches": 3}, {"window": 2}),
         ({"gradient_clip_val": 0.05}, {"clip_norm": 0.05}),
         ({"gradient_clip_val": 0.002, "gradient_clip_algorithm": "value"}, {"clip_value": 0.002}),
-        ({"accumulate_grad_batches": 2, "gradient_clip_val": 0.05, "limit_train_batches": 3}, {"window": 2, "clip_norm": 0.05}),
+        ({"accumulate_grad_batches": 2, "gradient_clip_val": 0.05, "limit_train_batches": 3}, {"window": 2,
+        "clip_norm": 0.05}),
     ],
     ids=["partial last window", "clip by norm", "clip by value", "window and clip"],
 )  # fmt: skip
@@ -82,7 +84,9 @@ def test_accumulation_and_clipping_are_exact(settings: dict[str, Any], reference
     parameters, _ = reference_training(first["batches"], **reference)
     free, _ = reference_training(first["batches"])
     assert largest_difference(first["parameters"], parameters) < 1e-6
-    assert largest_difference(free, parameters) > 1e-4, "the setting makes no difference here, so nothing was tested"
+    assert largest_difference(free, parameters) > 1e-4, (
+        "the setting makes no difference here, so nothing was tested"
+    )
 
 
 def test_a_schedule_of_accumulation_is_exact() -> None:
@@ -125,5 +129,3 @@ def test_half_precision_stays_close(precision: str, dtype: str) -> None:
     assert first["parameters"] == second["parameters"] and first["val"] == second["val"]
     assert largest_difference(first["parameters"], parameters) < 0.02
     assert 0 < first["val"] < 1.5 * losses[-1], "evaluation lost its loss weights in half precision"
-
-

@@ -33,7 +33,9 @@ def test_started_processes_train_exactly(method: str, tmp_path: Path) -> None:
 
 
 def test_the_strategy_holds_nothing_that_cannot_travel() -> None:
-    strategy = ZelligeStrategy(planner={"epsilon": 0.25}, memory_cap_gib=2, lookahead=2, timeout=timedelta(seconds=9))
+    strategy = ZelligeStrategy(
+        planner={"epsilon": 0.25}, memory_cap_gib=2, lookahead=2, timeout=timedelta(seconds=9)
+    )
     for twin in (pickle.loads(pickle.dumps(strategy)), copy.deepcopy(strategy)):
         assert twin.planner_config == PlannerConfig(epsilon=0.25, memory_cap_gib=2)
         assert twin._timeout == timedelta(seconds=9) and twin._lookahead == 2

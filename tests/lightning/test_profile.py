@@ -1,4 +1,5 @@
-"""The profile is measured once for a job, reused, refused for other jobs, and leaves no trace in the training."""
+"""The profile is measured once for a job, reused, refused for other jobs, and leaves no trace in the
+training."""
 
 from __future__ import annotations
 
@@ -49,7 +50,10 @@ class Messages(logging.Handler):
         self.texts.append(record.getMessage())
 
     def about_the_profile(self) -> list[str]:
-        texts, self.texts = [t for t in self.texts if t.startswith(("the profile", "profile", "the measured"))], []
+        texts, self.texts = (
+            [t for t in self.texts if t.startswith(("the profile", "profile", "the measured"))],
+            [],
+        )
         return texts
 
 
@@ -113,7 +117,9 @@ def test_profiles(tmp_path: Path) -> None:
     for case, key in (("deeper model", "model: "), ("other dtype", "precision: ")):
         assert first[case]["measured"] == 1
         (text,) = first[case]["said"]
-        assert "is not used, it is measured anew" in text and "measured for another job" in text and key in text
+        assert (
+            "is not used, it is measured anew" in text and "measured for another job" in text and key in text
+        )
 
     assert first["own callback"]["measured"] == 1 and (tmp_path / "own.json").is_file()
     assert "the measured profile is not kept" in first["nowhere"]["said"][-1]

@@ -1,4 +1,5 @@
-"""What cannot be exact is refused on every rank before it trains; what is not planned trains as under plain DDP."""
+"""What cannot be exact is refused on every rank before it trains; what is not planned trains as under
+plain DDP."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ from zellige_lightning.batch import RankBatch
 from zellige_lightning.mixin import CoalescedAttentionMixin
 from zellige_lightning.monitor import MakespanMonitor
 
-# ---- models whose tokens mix outside the engine ---------------------------------------------------------------
+# ---- models whose tokens mix outside the engine
+# ---------------------------------------------------------------
 
 
 class TemporalConvolution(nn.Module):
@@ -168,7 +170,8 @@ def test_sequences_that_mix_in_a_pack_are_refused(kind: str, world: int) -> None
         assert "mixes tokens of different sequences" in outcome.error[1]
 
 
-# ---- settings and models that are refused ---------------------------------------------------------------------
+# ---- settings and models that are refused
+# ---------------------------------------------------------------------
 
 
 class Unplanned(LightningModule):
@@ -253,7 +256,8 @@ def test_a_static_graph_without_accumulation_is_exact() -> None:
     assert largest_difference(first["parameters"], reference_training(first["batches"])[0]) < 1e-6
 
 
-# ---- batches that are not planned -----------------------------------------------------------------------------
+# ---- batches that are not planned
+# -----------------------------------------------------------------------------
 
 
 class Regression(LightningModule):

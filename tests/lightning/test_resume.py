@@ -128,8 +128,10 @@ def test_resume_on_one_rank_with_another_catalog(run: tuple[Path, dict[str, Any]
     assert largest_difference(resumed["parameters"], full["parameters"]) < 1e-6
 
 
-def test_the_state_of_the_data_is_global_and_nothing_derived_is_saved(run: tuple[Path, dict[str, Any]]) -> None:
-    folder, full = run
+def test_the_state_of_the_data_is_global_and_nothing_derived_is_saved(
+    run: tuple[Path, dict[str, Any]],
+) -> None:
+    folder, _ = run
     checkpoint = torch.load(step_file(folder, 2), weights_only=False)
     assert checkpoint["zellige"] == {"position": {"epoch": 0, "delivered": 2}}
     assert checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] == []
@@ -138,7 +140,9 @@ def test_the_state_of_the_data_is_global_and_nothing_derived_is_saved(run: tuple
 class PlainData(ToyData):
     def train_dataloader(self) -> Any:
         source = Source("train")
-        rows = [source.read_tokens(_Whole(s), range(s.grid[0] * s.grid[1] * s.grid[2])) for s in source.samples]
+        rows = [
+            source.read_tokens(_Whole(s), range(s.grid[0] * s.grid[1] * s.grid[2])) for s in source.samples
+        ]
         return DataLoader([row["x"] for row in rows], batch_size=1)
 
 
@@ -171,7 +175,8 @@ def test_other_strategies_load_the_checkpoints(run: tuple[Path, dict[str, Any]])
     assert steps["ddp"] > 2 and steps["auto"] > 2, steps
 
 
-# ---- stopping -------------------------------------------------------------------------------------------------
+# ---- stopping
+# -------------------------------------------------------------------------------------------------
 
 
 class Stopped(Toy):
@@ -239,8 +244,9 @@ def test_sigterm_to_any_rank_stops_all_at_the_same_step(
     assert rest[0]["digest"] == run[1]["digest"]
 
 
-def test_sigterm_waits_for_the_end_of_an_accumulation_window(tmp_path: Path) -> None:
-    results = run_distributed(stopped_run, 2, str(tmp_path), 1, 1, 2, "sigterm", group=False)
+@pytest.mark.parametrize("at", [1, 2])
+def test_sigterm_waits_for_the_end_of_an_accumulation_window(at: int, tmp_path: Path) -> None:
+    results = run_distributed(stopped_run, 2, str(tmp_path), 1, at, 2, "sigterm", group=False)
     for result in results:
         assert result["ended"] == "SIGTERMException"
         assert len(result["seen"]) % 2 == 0 and result["steps"] == len(result["seen"]) // 2
@@ -252,7 +258,9 @@ def test_a_checkpoint_of_a_failed_step_repeats_that_step(
 ) -> None:
     results = run_distributed(stopped_run, 2, str(tmp_path), -1, 3, 1, "fails everywhere", group=False)
     for result in results:
-        assert result["ended"] == "RankFailure" and "ArithmeticError: the loss is not finite" in result["text"]
+        assert (
+            result["ended"] == "RankFailure" and "ArithmeticError: the loss is not finite" in result["text"]
+        )
     assert len(results[0]["seen"]) == 3 and results[0]["steps"] == 2
     rest = check_rest(tmp_path, results[0]["seen"][:2])
     assert rest[0]["digest"] == run[1]["digest"]

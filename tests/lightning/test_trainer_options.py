@@ -41,7 +41,8 @@ def fitted(settings: dict[str, Any], data: LightningDataModule | None = None) ->
     return trainer, toy
 
 
-# ---- one process, several fits --------------------------------------------------------------------------------
+# ---- one process, several fits
+# --------------------------------------------------------------------------------
 
 
 def options(rank: int) -> dict[str, Any]:
@@ -121,7 +122,8 @@ def test_validation_in_mid_epoch_disturbs_nothing(found: Any) -> None:
     assert found[0]["threads"] == []
 
 
-# ---- callbacks ------------------------------------------------------------------------------------------------
+# ---- callbacks
+# ------------------------------------------------------------------------------------------------
 
 
 def tuned(rank: int, folder: str) -> dict[str, Any]:
@@ -225,7 +227,8 @@ def test_hooks_of_the_model_and_of_the_data_are_called() -> None:
         assert result["data_hook"] > 1e-4
 
 
-# ---- evaluation alone -----------------------------------------------------------------------------------------
+# ---- evaluation alone
+# -----------------------------------------------------------------------------------------
 
 
 class TwoSets(ToyData):
@@ -261,7 +264,8 @@ def test_evaluation_alone_with_fewer_samples_than_ranks() -> None:
         assert result[1]["val_epoch/dataloader_idx_1"] == pytest.approx(expected[1], abs=1e-6)
 
 
-# ---- process groups -------------------------------------------------------------------------------------------
+# ---- process groups
+# -------------------------------------------------------------------------------------------
 
 
 def timed(rank: int) -> dict[str, Any]:
@@ -290,12 +294,12 @@ def test_every_group_gets_the_timeout() -> None:
         assert result["groups"] > 4, "default, two for agreement and the rank sets"
 
 
-
-
 def threaded(rank: int) -> int:
     model_prices()
     outcome: list[int] = []
-    thread = threading.Thread(target=lambda: outcome.append(fitted({"limit_train_batches": 2})[0].global_step))
+    thread = threading.Thread(
+        target=lambda: outcome.append(fitted({"limit_train_batches": 2})[0].global_step)
+    )
     thread.start()
     thread.join(60)
     return outcome[0]

@@ -158,8 +158,8 @@ def world_size() -> int:
 
 
 def model_prices() -> None:
-    """From now on, this process does not measure prices: splitting long sequences pays, and plans are always the
-    same. Profiling has tests of its own."""
+    """From now on, this process does not measure prices: splitting long sequences pays, and plans are
+    always the same. Profiling has tests of its own."""
 
     def modeled(
         measurement: Any, module: Any, buckets: Any, configs: Any, topology: Any, *rest: Any
@@ -225,7 +225,8 @@ def largest_difference(a: Rows[float], b: Rows[float]) -> float:
     return max(abs(x - y) for x, y in zip(a, b, strict=True))
 
 
-# ---- the same training without the package: one process, each sequence alone ----------------------------------
+# ---- the same training without the package: one process, each sequence alone
+# ----------------------------------
 
 
 def reference_loss(net: Net, key: str, grid: Grid) -> Tensor:
@@ -241,7 +242,8 @@ def reference_training(
     clip_value: float | None = None,
     lr: float = 0.1,
 ) -> tuple[list[float], list[float]]:
-    """Parameters after, and loss before, each optimizer step over `window` batches (the last may be shorter)."""
+    """Parameters after, and loss before, each optimizer step over `window` batches (the last may be
+    shorter)."""
     seed_everything(0, verbose=False)
     net = Toy().net
     optimizer = torch.optim.SGD(net.parameters(), lr)
