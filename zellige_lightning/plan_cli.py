@@ -107,7 +107,8 @@ class _Setup:
         counts, ranks = _batch(options, inputs.load_catalog(options.catalog))
         if self.measured:
             table = ProfileTable.load(options.profile)
-            named = self.cluster.topology(options.ranks if options.ranks is not None else _world(table)) if options.cluster else None
+            asked = options.ranks if options.ranks is not None else _world(table)
+            named = self.cluster.topology(asked) if options.cluster else None
             topology = inputs.fitting_topology(table, options.ranks, named)
         else:
             topology = self.cluster.topology(options.ranks if options.ranks is not None else ranks)

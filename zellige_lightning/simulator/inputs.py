@@ -139,16 +139,20 @@ def _checked(counts: Counter[Bucket], what: str) -> Counts:
 
 
 def scaled(counts: Counts, tokens: int) -> Counts:
-    """A batch of about that many tokens with the histogram's proportions (largest remainders, every bucket
-    that is whole at least once by its share)."""
+    """A batch of about that many tokens, never more, with the histogram's proportions.
+
+    Raises:
+        DataError: a budget below the smallest sequence.
+    """
     have = sum(b.num_tokens * n for b, n in counts.items())
     wanted = {b: n * tokens / have for b, n in counts.items()}
     taken = {b: floor(w) for b, w in wanted.items()}
     left = tokens - sum(b.num_tokens * n for b, n in taken.items())
-    for bucket in sorted(wanted, key=lambda b: (taken[b] - wanted[b], -b.num_tokens)):
-        if wanted[bucket] > taken[bucket] and bucket.num_tokens <= left:
-            taken[bucket] += 1
-            left -= bucket.num_tokens
+    while fitting := [b for b in wanted if b.num_tokens <= left]:
+        # The bucket that lacks most of its tokens; images fill what no video fits into.
+        bucket = max(fitting, key=lambda b: ((wanted[b] - taken[b]) * b.num_tokens, b.num_tokens))
+        taken[bucket] += 1
+        left -= bucket.num_tokens
     found = {bucket: count for bucket, count in taken.items() if count}
     if not found:
         raise DataError(
