@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+from itertools import product
 
 import pytest
 
-from tests.planner.toys import BUCKETS, HEADS, MEMORY, batch, table
+from tests.planner.toys import BUCKETS, HEADS, MEMORY, batch, choice, problem, table
 from zellige_lightning.placement.plan import ParallelConfig
 from zellige_lightning.placement.topology import Topology
 from zellige_lightning.planner.checker import check
@@ -14,7 +15,9 @@ from zellige_lightning.planner.cost import ProfileTable
 from zellige_lightning.planner.exact import solve_exact
 from zellige_lightning.planner.instances import placements, plain
 from zellige_lightning.planner.planner import BatchPlanner, PlannerConfig, make_planner
-from zellige_lightning.planner.pods import cut_world, search_pods
+from zellige_lightning.planner.pods import cut_world, pod_sizes, search_pods
+from zellige_lightning.planner.problem import Cell
+from zellige_lightning.planner.sand import relieve_ranks
 from zellige_lightning.planner.solution import num_splits, sums
 from zellige_lightning.planner.symmetry import block_swaps, twin_classes
 
@@ -56,10 +59,31 @@ def test_worlds_beyond_one_search_are_placed_in_pods(world: int) -> None:
 
 
 def test_pods_cover_the_world_once() -> None:
-    for world in (65, 72, 96, 119, 120, 1024):
-        pods = cut_world(world)
+    for world, size in product((65, 72, 96, 119, 120, 1024), (32, 48)):
+        pods = cut_world(world, size)
         assert [r for pod in pods for r in pod] == list(range(world))
-        assert all(24 <= len(pod) < 2 * 48 for pod in pods)
+        assert all(size / 2 <= len(pod) < 2 * size for pod in pods)
+
+
+def test_pods_suit_the_degree_of_what_weighs_most() -> None:
+    by_degree = {1: 32, 2: 32, 3: 48, 4: 32, 5: 32, 6: 48, 8: 32, 12: 48, 16: 32}
+    for degree, ranks in by_degree.items():
+        heavy = [choice(d, 120 // d, 1, 96) for d in (1, 2, 3, 4, 5, 6, 8, 12, 16)]
+        assert pod_sizes(problem(96, 9, (2, heavy), (9, [choice(1, 1, 1, 96)])), 120 // degree)[0] == ranks
+
+
+def test_light_sequences_leave_pods_that_have_too_many() -> None:
+    """31 pairs are full with a heavy sequence each, 34 ranks take 100 light ones each."""
+    light, heavy = choice(1, 1, 1, 96), choice(2, 100, 1, 96)
+    toy = problem(96, 10_000, (31, [heavy]), (3_400, [light]))
+    found = search_pods(toy, 1e-3, 1_000)
+    assert found is not None
+    makespan, cells, bound = found
+    assert (makespan, max(sums(toy, cells)[0])) == (bound, bound)
+    crowded = [c for c in cells if c.group == 0] + [Cell(1, 0, (rank,), 1_700) for rank in (94, 95)]
+    relieved = relieve_ranks(toy, crowded, (1,), 102)
+    assert sum(c.count for c in relieved) == 31 + 3_400
+    assert max(sums(toy, relieved)[0]) == 102
 
 
 def test_a_batch_that_no_pod_can_hold_falls_back_to_one_search() -> None:

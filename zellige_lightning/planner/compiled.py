@@ -44,3 +44,8 @@ def buffer(values: Iterable[int]) -> Any:
 
 def zeros(length: int) -> Any:
     return np.zeros(length, dtype=np.int64) if HAS_NUMBA else [0] * length
+
+
+def as_list(values: Any) -> list[int]:
+    """A buffer as a list of plain integers."""
+    return values.tolist() if HAS_NUMBA else list(values)

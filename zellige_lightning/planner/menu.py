@@ -3,6 +3,7 @@ cap."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 from zellige_lightning.errors import PlanningError
@@ -40,9 +41,7 @@ class OptionMenu:
         Raises:
             PlanningError: a sequence fits no option; names it, its need per option and the cap.
         """
-        members: dict[Bucket, list[int]] = {}
-        for sequence in batch.sequences:
-            members.setdefault(sequence.bucket, []).append(sequence.index)
+        members = _by_bucket(batch)
         for bucket, indices in members.items():
             if not self.choices(bucket):
                 raise self.does_not_fit(batch.sequences[indices[0]], batch.step)
@@ -92,3 +91,15 @@ class OptionMenu:
             "drop this shape from the catalog",
             step=step,
         )
+
+
+def _by_bucket(batch: GlobalBatch) -> dict[Bucket, list[int]]:
+    """Indices of each bucket, ascending. Sequences mostly share the bucket's object, whose identity is
+    cheaper to hash than its shape (a batch may have 100,000 of them)."""
+    objects: dict[int, list[Sequence]] = defaultdict(list)
+    for sequence in batch.sequences:
+        objects[id(sequence.bucket)].append(sequence)
+    members: dict[Bucket, list[int]] = {}
+    for same in objects.values():
+        members.setdefault(same[0].bucket, []).extend(s.index for s in same)
+    return {bucket: sorted(indices) for bucket, indices in members.items()}

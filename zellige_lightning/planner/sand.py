@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from zellige_lightning.planner.compiled import buffer, zeros
+from zellige_lightning.planner.compiled import as_list, buffer, zeros
 from zellige_lightning.planner.problem import Cell, Choice, PlacementProblem
-from zellige_lightning.planner.sand_kernel import DENSE, EQ_8, MEMORY_ONLY, pack_sand
+from zellige_lightning.planner.sand_kernel import DENSE, EQ_8, MEMORY_ONLY, pack_sand, relieve
+from zellige_lightning.planner.solution import sums
 
 MOST_DENSE = 1 << 17  # ranks x sequences up to which packing one by one is worth its time
 
@@ -57,7 +58,7 @@ class Sand:
         memory until one stays within `limit`. Leaves the ledgers at the rocks. False where memory is short
         in all."""
         world = self.problem.world_size
-        rocks = list(loads), list(mems)
+        rocks = as_list(loads), as_list(mems)
         self.makespan_us = -1
         for style in self._styles:
             if style == MEMORY_ONLY and self.makespan_us >= 0:
@@ -69,7 +70,7 @@ class Sand:
             for r in range(world):
                 loads[r], mems[r] = rocks[0][r], rocks[1][r]
             if largest >= 0 and (self.makespan_us < 0 or largest < self.makespan_us):
-                self.makespan_us, self._best = int(largest), list(self._took)
+                self.makespan_us, self._best = int(largest), as_list(self._took)
             if 0 <= self.makespan_us <= limit:
                 break
         return self.makespan_us >= 0
@@ -79,10 +80,10 @@ class Sand:
         world = self.problem.world_size
         rows = zip(self.groups, self.choices, strict=True)
         return [
-            Cell(g, j, (r,), int(count))
+            Cell(g, j, (r,), count)
             for n, (g, (j, _)) in enumerate(rows)
-            for r in range(world)
-            if (count := self._best[n * world + r])
+            for r, count in enumerate(self._best[n * world : (n + 1) * world])
+            if count
         ]
 
 
@@ -99,3 +100,24 @@ def conditions(sand: Sequence[tuple[int, Choice]]) -> list[tuple[int, int]]:
     pairs = [(choice.price_us, choice.memory_mib) for _, choice in sand[:4]] + [(time_us, memory_mib)]
     mixed = [(1024, max(1, 1024 * time // memory)) for time, memory in pairs if memory > 0]
     return list(dict.fromkeys([(1, 0), (0, 1), *mixed]))
+
+
+def relieve_ranks(
+    problem: PlacementProblem, cells: Iterable[Cell], light: tuple[int, ...], limit: int
+) -> tuple[Cell, ...]:
+    """The placement with whole sequences of the groups `light` moved off ranks above `limit`, to any rank."""
+    world, cells = problem.world_size, tuple(cells)
+    if not light:
+        return cells
+    sand = Sand(problem, light)
+    loads, mems = (buffer(row) for row in sums(problem, cells))
+    took, rows = zeros(len(light) * world), {g: n for n, g in enumerate(light)}
+    wholes = {(g, j) for g, (j, _) in zip(light, sand.choices, strict=True)}
+    for cell in cells:
+        if (cell.group, cell.choice) in wholes:
+            took[rows[cell.group] * world + cell.ranks[0]] += cell.count
+    _, price, mib = sand._amounts
+    relieve(limit, problem.cap_mib, len(light), world, price, mib, loads, mems, took, zeros(5))
+    sand._best = as_list(took)
+    kept = [cell for cell in cells if (cell.group, cell.choice) not in wholes]
+    return tuple(sorted([*kept, *sand.cells()]))

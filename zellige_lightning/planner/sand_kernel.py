@@ -8,6 +8,7 @@ from zellige_lightning.planner.compiled import compiled
 
 EQ_8, DENSE, MEMORY_ONLY = 0, 1, 2
 MOST_GIVEN = 6  # sequences of one group that one exchange may give away
+WINDOW = 64  # ranks that are looked at together for an exchange
 
 
 @compiled
@@ -72,19 +73,20 @@ def exchange(given_us: int, excess: int, missing_mib: int, back_us: int, back_mi
 
 @compiled
 def find_relief(
-    full: int, cap: int, num_groups: int, num_ranks: int, price: Any, mib: Any, loads: Any, mems: Any,
-        took: Any,
-    move: Any,
+    full: int, first: int, cap: int, num_groups: int, num_ranks: int, price: Any, mib: Any, loads: Any,
+    mems: Any, took: Any, move: Any,
 ) -> bool:  # fmt: skip
-    """The exchange between rank `full` and another one that leaves the larger of their loads smallest. Writes
-    `move` = (group given, number, group that comes back or -1, number, other rank); False if none helps."""
+    """The exchange between rank `full` and one of the `WINDOW` ranks from `first` on that leaves the larger
+    of their loads smallest. Writes `move` = (group given, number, group that comes back or -1, number, other
+    rank); False if none helps."""
     best, found = loads[full], False
     for g in range(num_groups):
         for n in range(1, min(MOST_GIVEN, took[g * num_ranks + full]) + 1):
             for h in range(-1, num_groups):  # -1: nothing comes back
                 if h == g or (h < 0 and n > 1):
                     continue
-                for r in range(num_ranks):
+                for x in range(min(WINDOW, num_ranks)):
+                    r = (first + x) % num_ranks
                     if loads[r] >= loads[full]:
                         continue
                     back, gain, gain_mib = 0, n * price[g], n * mib[g]
@@ -107,8 +109,7 @@ def find_relief(
 @compiled
 def relieve(
     limit: int, cap: int, num_groups: int, num_ranks: int, price: Any, mib: Any, loads: Any, mems: Any,
-        took: Any,
-    move: Any,
+    took: Any, move: Any,
 ) -> int:  # fmt: skip
     """Moves sand from the fullest rank, also in exchange for lighter one, until every load is <= `limit` or
     nothing helps. Returns the largest load.
@@ -117,16 +118,22 @@ def relieve(
         price, mib: [G] of one member of each sand group.
         took: [G*N] members of a group on a rank; changed in place like `loads` and `mems`.
 
-    Every step lowers the fullest rank without making another one as full, so it ends.
+    Every step lowers the fullest rank without making another one as full, so it ends. In large worlds the
+    first window of ranks that has an exchange is taken, and the next step begins there.
     """
+    first = 0
     while True:
         full = 0
         for r in range(num_ranks):
             if loads[r] > loads[full]:
                 full = r
-        if loads[full] <= limit or not find_relief(
-            full, cap, num_groups, num_ranks, price, mib, loads, mems, took, move
-        ):
+        found, seen = False, 0
+        while loads[full] > limit and not found and seen < num_ranks:
+            found = find_relief(full, first, cap, num_groups, num_ranks, price, mib, loads, mems, took, move)
+            seen += WINDOW
+            if num_ranks > WINDOW:
+                first = (first + WINDOW) % num_ranks
+        if not found:
             return loads[full]
         g, n, h, back, r = move[0], move[1], move[2], move[3], move[4]
         gain, gain_mib = n * price[g], n * mib[g]
