@@ -1,7 +1,8 @@
 """Runs a function on N processes that form a gloo world, in a fraction of a second.
 
-A fork server imports torch and Lightning once; every process is forked from it. Ranks meet on a loopback port that
-the first of them chooses, told through environment variables as torchrun would, so that Lightning starts nothing.
+A fork server imports torch and Lightning once; every process is forked from it. Ranks meet on a loopback
+port that the first of them chooses, told through environment variables as torchrun would, so that
+Lightning starts nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +23,13 @@ import torch.distributed as dist
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
-    ["torch", "torch.distributed", "lightning.pytorch", "zellige_lightning.strategy", "zellige_lightning.planner.paper"]
+    [
+        "torch",
+        "torch.distributed",
+        "lightning.pytorch",
+        "zellige_lightning.strategy",
+        "zellige_lightning.planner.paper",
+    ]
 )
 
 
@@ -141,5 +148,3 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -196,20 +197,40 @@ class Stopped(Toy):
         return loss
 
 
+class Hooks(Callback):
+    """What callbacks are told."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self.told.append(type(exception).__name__)
+
+
+class HookedData(ToyData):
+    """What data modules are told."""
+
+    told = ""
+
+    def on_exception(self, exception: BaseException) -> None:
+        self.told = type(exception).__name__
+
+
 def stopped_run(rank: int, folder: str, stopped_rank: int, at: int, window: int, how: str) -> dict[str, Any]:
     model_prices()
-    kept = OnExceptionCheckpoint(folder, filename="stopped")
+    kept, hooks, data = OnExceptionCheckpoint(folder, filename="stopped"), Hooks(), HookedData()
     trainer = make_trainer(
-        callbacks=[kept], enable_checkpointing=True, max_epochs=EPOCHS, accumulate_grad_batches=window
+        callbacks=[kept, hooks], enable_checkpointing=True, max_epochs=EPOCHS, accumulate_grad_batches=window
     )
     toy = make_toy(Stopped, stopped_rank=stopped_rank, at=at, how=how)
     handler = signal.getsignal(signal.SIGTERM)
     try:
-        trainer.fit(toy, make_data())
+        trainer.fit(toy, make_data(data))
     except (SIGTERMException, Exception) as error:
         ended, text = type(error).__name__, str(error)
     return {
         "ended": ended,
+        "told": [*hooks.told, data.told],
         "text": text,
         "seen": toy.seen,
         "steps": trainer.global_step,
@@ -238,6 +259,7 @@ def test_sigterm_to_any_rank_stops_all_at_the_same_step(
     assert time.monotonic() - began < 30.0
     for result in results:
         assert result["ended"] == "SIGTERMException" and result["received"] and result["handler"]
+        assert result["told"] == ["SIGTERMException"] * 2
         assert result["steps"] == results[0]["steps"] <= 4, "not within a step of the signal"
         assert result["parameters"] == results[0]["parameters"]
     rest = check_rest(tmp_path, results[0]["seen"])
@@ -260,6 +282,7 @@ def test_a_checkpoint_of_a_failed_step_repeats_that_step(
     for result in results:
         assert (
             result["ended"] == "RankFailure" and "ArithmeticError: the loss is not finite" in result["text"]
+        assert result["told"] == ["RankFailure"] * 2
         )
     assert len(results[0]["seen"]) == 3 and results[0]["steps"] == 2
     rest = check_rest(tmp_path, results[0]["seen"][:2])

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, LearningRateFinder, ModelCheckpoint
+from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch.callbacks import EMAWeightAveraging, LearningRateFinder, ModelCheckpoint
 from torch import Tensor
 
 from tests.distributed import run_distributed
@@ -69,6 +69,10 @@ def options(rank: int) -> dict[str, Any]:
     found["not_reloaded"] = toy.seen
     _, toy = fitted({"max_epochs": 2, "val_check_interval": 2, "limit_val_batches": 1.0})
     found["val_in_mid_epoch"] = toy.seen
+    trainer, toy = fitted({})
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(toy, make_data())
+    found["continued"] = toy.seen
     found["threads"] = [t.name for t in threading.enumerate() if t.name.startswith("zellige")]
     return found
 
@@ -173,16 +177,6 @@ def test_averaged_weights_follow_and_resume(tmp_path: Path) -> None:
     for result in (first, second):
         assert result["state"] and result["usable"]
         assert result["resumed"] == result["per_epoch"]
-
-
-class Hooks(Callback):
-    """Hooks that users override."""
-
-    def __init__(self) -> None:
-        self.exceptions: list[str] = []
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self.exceptions.append(type(exception).__name__)
 
 
 class HookedData(ToyData):
