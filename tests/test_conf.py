@@ -30,7 +30,12 @@ from zellige_lightning.recipes.wan21.module import WanModule
 from zellige_lightning.strategy import EngineConfig, ZelligeStrategy
 
 CONF = Path(zellige_lightning.conf.__file__).parent
-OPTIONS = sorted(path.relative_to(CONF).with_suffix("").as_posix() for path in CONF.glob("*/*.yaml"))
+# conf/cluster is no group of a job: only zellige-plan and the simulator read it.
+OPTIONS = sorted(
+    path.relative_to(CONF).with_suffix("").as_posix()
+    for path in CONF.glob("*/*.yaml")
+    if path.parent.name != "cluster"
+)
 RECIPES = sorted(path.stem for path in (CONF / "recipe").glob("*.yaml"))
 
 
