@@ -100,16 +100,22 @@ def test_prices_do_not_add_up_where_a_chain_forms() -> None:
     assert times.makespan > 1.02 * max(busy)
 
 
-def test_extrapolated_layers_equal_simulated_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    options = [
-        PlacementOption(ParallelConfig(1, 2, 2), (0, 1, 2, 3)),
-        PlacementOption(ParallelConfig(1, 2, 1), (1, 2)),
-    ]
+def test_extrapolated_layers_equal_simulated_ones() -> None:
+    options = [PlacementOption(ParallelConfig(1, 2, 2), (0, 1, 2, 3))]
+    options += [PlacementOption(ParallelConfig(1, 2, 1), (1, 2))]
     options += [whole(r) for r in (0, 3, 3, 0)]
     lengths = [VIDEO.num_tokens, 63_960] + [IMAGE.num_tokens * 4] * 4
-    short = simulator(4).placement(options, lengths).makespan
-    monkeypatch.setattr("zellige_lightning.simulator.step.SIMULATED_LAYERS", 30)
-    assert short == pytest.approx(simulator(4).placement(options, lengths).makespan, rel=5e-3)
+    few, all_layers = (StepSimulator(A800, WAN_1_3B, A800.topology(4), layers=n) for n in (3, 30))
+    expected = all_layers.placement(options, lengths).makespan
+    assert few.placement(options, lengths).makespan == pytest.approx(expected, rel=5e-3)
+
+
+def test_one_layer_prices_a_single_sequence() -> None:
+    for config in (ParallelConfig(1, 4, 1), ParallelConfig(2, 1, 2), ParallelConfig(1, 1, 4)):
+        option = PlacementOption(config, (0, 1, 2, 3))
+        one, few = (StepSimulator(A800, WAN_1_3B, A800.topology(4), layers=n) for n in (1, 3))
+        expected = few.placement([option], [63_961]).makespan
+        assert one.placement([option], [63_961]).makespan == pytest.approx(expected, rel=1e-3)
 
 
 def test_parts_of_a_rank_add_up_to_the_makespan() -> None:

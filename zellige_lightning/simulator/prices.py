@@ -40,13 +40,15 @@ def modeled_table(
     configs: Iterable[ParallelConfig] | None = None,
     family: str = "contiguous",
 ) -> ProfileTable:
-    """Prices of every bucket, configuration and class of rank sets of `family` (and of `aligned`)."""
+    """Prices of every bucket and configuration on each class of aligned rank sets; of pure Ulysses, which
+    rivals put anywhere, on those of `family` too."""
     buckets, world = tuple(buckets), topology.world_size
-    simulator, prices = StepSimulator(cluster, model, topology), {}
+    simulator, prices = StepSimulator(cluster, model, topology, layers=1), {}
     for config in configs or default_configs(model.heads, world):
         if model.heads % config.h:
             continue
-        for name, ranks in _one_set_per_class(topology, config.degree, family).items():
+        families = ("aligned", family) if config.q == config.k == 1 else ("aligned",)
+        for name, ranks in _one_set_per_class(topology, config.degree, families).items():
             for bucket in buckets:
                 option = PlacementOption(config, ranks)
                 seconds = simulator.placement([option], [bucket.num_tokens]).makespan
@@ -61,9 +63,11 @@ def topology_digest(topology: Topology) -> str:
     return hashlib.sha256(str(topology.node_of).encode()).hexdigest()[:12]
 
 
-def _one_set_per_class(topology: Topology, degree: int, family: str) -> dict[str, tuple[int, ...]]:
+def _one_set_per_class(
+    topology: Topology, degree: int, families: Iterable[str]
+) -> dict[str, tuple[int, ...]]:
     found: dict[str, tuple[int, ...]] = {}
-    for named in ("aligned", family):
+    for named in families:
         for ranks in legal_rank_sets(topology, degree, named):
             found.setdefault(topology.class_of(ranks), ranks)
     return found

@@ -129,10 +129,13 @@ class StepSimulator:
 
     Args:
         topology: of the world that is simulated.
+        layers: how many are simulated. One is enough for a single sequence, whose ranks keep in step.
     """
 
-    def __init__(self, cluster: Cluster, model: Transformer, topology: Topology) -> None:
-        self.step = StepModel(cluster, model, topology)
+    def __init__(
+        self, cluster: Cluster, model: Transformer, topology: Topology, layers: int = SIMULATED_LAYERS
+    ) -> None:
+        self.step, self.layers = StepModel(cluster, model, topology), layers
 
     def plan(self, plan: Plan, lengths: Sequence[int]) -> StepTimes:
         """The step of a plan, `lengths` by sequence index."""
@@ -142,9 +145,8 @@ class StepSimulator:
         held, runs = _held(options, lengths, self.step.topology.world_size), split_runs(options, lengths)
         layers = {which: self._layer(held, runs, which) for which in (FORWARD, BACKWARD)}
         depth = self.step.model.layers
-        simulated = min(depth, SIMULATED_LAYERS)
-        last = self._sweep(layers, simulated)
-        before = self._sweep(layers, simulated - 1) if depth > simulated else last
+        simulated = min(depth, self.layers)
+        last, before = self._sweep(layers, simulated), self._sweep(layers, simulated - 1)
         return _finished([_extrapolated(a, b, depth - simulated) for a, b in zip(before, last, strict=True)])
 
     def _sweep(self, layers: Mapping[str, list[list[Operation]]], depth: int) -> list[RankClock]:
