@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 from zellige_lightning.errors import PlanningError
 from zellige_lightning.placement.plan import Plan
-from zellige_lightning.placement.sequence import GlobalBatch
+from zellige_lightning.placement.sequence import Bucket, GlobalBatch
 from zellige_lightning.planner.bounds import lower_bound
+from zellige_lightning.planner.config import MOST_WAVES
 
 if TYPE_CHECKING:
     from zellige_lightning.planner.planner import BatchPlanner
 
-MOST_WAVES = 8
 WORTH_A_WAVE = 0.02  # excess over the area bound above which another wave is tried
 
 
@@ -43,12 +43,12 @@ def plan_waves(planner: BatchPlanner, batch: GlobalBatch, most_waves: int = MOST
     Raises:
         PlanningError: a sequence fits no option, or `most_waves` are not enough.
     """
-    needs = [_least_memory(planner, batch, s.index) for s in batch.sequences]  # raises where nothing fits
+    needs = least_memory(planner, batch)
     room = planner.menu.topology.world_size * planner.menu.cap_mib
     fewest = max(1, ceil(sum(needs) / room))
     ideal_us = lower_bound(planner.problem(batch)[0])[0]
     error: PlanningError | None = None
-    for number in range(fewest, max(fewest, most_waves) + 1):
+    for number in range(fewest, most_waves + 1):
         try:
             waves = _plan_all(planner, batch, needs, number)
         except PlanningError as failed:
@@ -56,13 +56,15 @@ def plan_waves(planner: BatchPlanner, batch: GlobalBatch, most_waves: int = MOST
             continue
         if sum(wave.plan.makespan_us for wave in waves) <= (1 + WORTH_A_WAVE) * ideal_us:
             return waves
-        with suppress(PlanningError):
-            return min(waves, _plan_all(planner, batch, needs, number + 1), key=_total_us)
+        if number < most_waves:
+            with suppress(PlanningError):
+                return min(waves, _plan_all(planner, batch, needs, number + 1), key=_total_us)
         return waves
     raise PlanningError(
-        f"the batch does not fit in {max(fewest, most_waves)} waves; the last attempt: "
-        f"{error.message if error else 'none'}",
-        fix="raise planner.memory_cap_gib or lower the tokens per batch",
+        f"the batch does not fit in {most_waves} waves"
+        + (f"; the last attempt: {error.message}" if error else f", its memory alone needs {fewest}"),
+        fix="raise planner.memory_cap_gib or planner.max_waves, lower the tokens per batch, or set "
+        "planner.defer=true",
         step=batch.step,
     )
 
@@ -76,12 +78,17 @@ def _plan_all(planner: BatchPlanner, batch: GlobalBatch, needs: list[int], numbe
     return [_plan_wave(planner, batch, members) for members in parts]
 
 
-def _least_memory(planner: BatchPlanner, batch: GlobalBatch, index: int) -> int:
-    """Least memory over all ranks that a sequence takes, MiB."""
-    choices = planner.menu.choices(batch.sequences[index].bucket)
-    if not choices:
-        raise planner.menu.does_not_fit(batch.sequences[index], batch.step)
-    return min(c.config.degree * c.memory_mib for c in choices)
+def least_memory(planner: BatchPlanner, batch: GlobalBatch) -> list[int]:
+    """Least memory over all ranks that each sequence takes, MiB. Raises: PlanningError where one fits no
+    option."""
+    needs: dict[Bucket, int] = {}
+    for sequence in batch.sequences:
+        if sequence.bucket not in needs:
+            choices = planner.menu.choices(sequence.bucket)
+            if not choices:
+                raise planner.menu.does_not_fit(sequence, batch.step)
+            needs[sequence.bucket] = min(c.config.degree * c.memory_mib for c in choices)
+    return [needs[sequence.bucket] for sequence in batch.sequences]
 
 
 def _deal(needs: list[int], number: int) -> Iterable[tuple[int, ...]]:
