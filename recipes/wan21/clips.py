@@ -67,8 +67,9 @@ def open_clip(
                 stream.codec_context.options = {"max_pixels": str(max_pixels)}
             yield opened, stream
     except (av.FFmpegError, ValueError) as error:
+        what = getattr(error, "strerror", None) or error  # without the number and the path
         raise DataError(
-            f"clip {name!r} cannot be decoded: {error}", fix="replace or remove the file"
+            f"clip {name!r} cannot be decoded: {what}", fix="replace or remove the file"
         ) from error
     finally:
         if isinstance(medium, Path):

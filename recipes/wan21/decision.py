@@ -118,7 +118,7 @@ def _fitting(found: Probe, shape: Shape) -> dict[str, Any]:
     if found.pixel_aspect != 1.0:
         notes.append(f"pixels of {found.pixel_aspect:.3f}:1 made square")
     if found.is_video and shape.frames > found.num_frames:
-        notes.append(f"last picture repeated for {shape.frames - found.num_frames} frame")
+        notes.append(f"last picture held for {shape.frames - found.num_frames} frame more")
     if found.is_video and shape.frames > found.source_frames:
         notes.append("pictures repeated to reach the frame rate")
     return {

@@ -50,6 +50,7 @@ class Decoder:
         self._workers: list[_Worker] = []
 
     def __enter__(self) -> Decoder:
+        _context.set_forkserver_preload([__name__])  # imported once, where no fork server runs yet
         self._workers = [_Worker(self._arguments) for _ in range(self._num_workers)]
         return self
 
@@ -149,7 +150,7 @@ def _serve(pipe: Connection, rules: BucketRules, caps: Caps, pixels: bool) -> No
     while True:
         try:
             item = MediaItem(**json.loads(pipe.recv_bytes()))
-        except EOFError:
+        except (EOFError, OSError):  # the parent is done, or gone
             return
         answer, values = _answer(item, rules, caps, pixels)
         try:

@@ -6,7 +6,6 @@ explicit: what the original computes in fp32 is written with `full_precision` he
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Rows
 from typing import Any
 
 import torch
@@ -57,43 +56,51 @@ class LayerNorm(nn.LayerNorm):
         return F.layer_norm(full_precision(x), self.normalized_shape, weight, bias, self.eps).to(x.dtype)
 
 
+@torch.library.custom_op("wan21::segment_sums", mutates_args=())
+def segment_sums(rows: Tensor, lengths: Tensor) -> Tensor:
+    """`[T, d]` -> `[S, d]`, with the segments' lengths in a host tensor `[S]`.
+
+    Slices in a fixed order, not atomics, so that gradients repeat to the last bit.
+    """
+    if not len(lengths):
+        return rows.new_zeros(0, rows.shape[-1])
+    return torch.stack([part.sum(dim=0) for part in rows.split(lengths.tolist())])
+
+
+@segment_sums.register_fake
+def _(rows: Tensor, lengths: Tensor) -> Tensor:
+    return rows.new_empty(lengths.shape[0], rows.shape[-1])
+
+
 class _SegmentAffine(torch.autograd.Function):
     """y[t] = x[t] * scale[segment of t] + shift[segment of t], in fp32.
 
     Autograd would keep scale per token, 4d bytes for each token and use; this keeps x and the `[S, d]` table.
-    Segment sums are slices in a fixed order, not atomics, so that gradients repeat to the last bit.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, scale: Tensor, shift: Tensor | None, segment_ids: Tensor, lengths: Rows[int]
+        ctx: Any, x: Tensor, scale: Tensor, shift: Tensor | None, segment_ids: Tensor, lengths: Tensor
     ) -> Tensor:
-        ctx.save_for_backward(x, scale, segment_ids)
-        ctx.lengths, ctx.has_shift = list(lengths), shift is not None
+        ctx.save_for_backward(x, scale, segment_ids, lengths)
+        ctx.has_shift = shift is not None
         y = full_precision(x) * scale[segment_ids]
-        return y if shift is None else y.add_(shift[segment_ids])
+        return y if shift is None else y + shift[segment_ids]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, scale, segment_ids = ctx.saved_tensors
-        grad_scale = _segment_sums(grad * full_precision(x), ctx.lengths)
-        grad_shift = _segment_sums(grad, ctx.lengths) if ctx.has_shift else None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, scale, segment_ids, lengths = ctx.saved_tensors
+        grad_scale = segment_sums(grad * full_precision(x), lengths)
+        grad_shift = segment_sums(grad.contiguous(), lengths) if ctx.has_shift else None
         return (grad * scale[segment_ids]).to(x.dtype), grad_scale, grad_shift, None, None
 
 
-def _segment_sums(rows: Tensor, lengths: list[int]) -> Tensor:
-    """`[T, d]` -> `[S, d]`."""
-    if not lengths:
-        return rows.new_zeros(0, rows.shape[-1])
-    return torch.stack([part.sum(dim=0) for part in rows.split(lengths)])
-
-
-def modulate(x: Tensor, shift: Tensor, scale: Tensor, segment_ids: Tensor, lengths: Rows[int]) -> Tensor:
+def modulate(x: Tensor, shift: Tensor, scale: Tensor, segment_ids: Tensor, lengths: Tensor) -> Tensor:
     """x * (1 + scale) + shift with `[S, d]` tables; `[T, d]` in fp32."""
     return _SegmentAffine.apply(x, 1.0 + scale, shift, segment_ids, lengths)
 
 
-def add_gated(x: Tensor, y: Tensor, gate: Tensor, segment_ids: Tensor, lengths: Rows[int]) -> Tensor:
+def add_gated(x: Tensor, y: Tensor, gate: Tensor, segment_ids: Tensor, lengths: Tensor) -> Tensor:
     """The residual x + y * gate with an `[S, d]` gate: summed in fp32, kept in the type of x."""
     gated = _SegmentAffine.apply(y, gate, None, segment_ids, lengths)
     return (full_precision(x) + gated).to(x.dtype)

@@ -33,7 +33,7 @@ class Packing:
     """How tokens are laid out; the same in every block.
 
     Args:
-        segment_ids: `[T]`; lengths: local tokens of each segment, host integers.
+        segment_ids: `[T]`; lengths: local tokens of each segment, `[S]` int64 on the host.
         rope: `[T, 1, D/2]` complex.
         text_len: rows of text per segment.
     """
@@ -45,7 +45,9 @@ class Packing:
 
 
 class SelfAttention(nn.Module):
-    """Attention among the tokens of a sequence. Its one call of SDPA is what the engine answers."""
+    """Attention among the tokens of a sequence. `attention` is what the engine replaces."""
+
+    attention = staticmethod(F.scaled_dot_product_attention)
 
     def __init__(self, config: WanConfig) -> None:
         super().__init__()
@@ -58,7 +60,7 @@ class SelfAttention(nn.Module):
         q = apply_rope(self.norm_q(self.q(x)).unflatten(-1, self.heads), packing.rope).to(v.dtype)
         k = apply_rope(self.norm_k(self.k(x)).unflatten(-1, self.heads), packing.rope).to(v.dtype)
         q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))  # [1, H, T, D]
-        out = F.scaled_dot_product_attention(q, k, v)
+        out = self.attention(q, k, v)
         return self.o(out[0].transpose(0, 1).flatten(1))
 
 
@@ -76,7 +78,7 @@ class CrossAttention(nn.Module):
         v = self.v(text).unflatten(-1, self.heads)
         q = self.norm_q(self.q(x)).unflatten(-1, self.heads).to(v.dtype)
         k = self.norm_k(self.k(text)).unflatten(-1, self.heads).to(v.dtype)
-        text_lengths = [packing.text_len] * len(packing.lengths)
+        text_lengths = torch.full_like(packing.lengths, packing.text_len)
         return self.o(varlen_attention(q, k, v, packing.lengths, text_lengths).flatten(1))
 
 
