@@ -4,8 +4,8 @@ from zellige_lightning.engine.checkpoint import checkpoint
 from zellige_lightning.engine.collectives import Counters
 from zellige_lightning.engine.engine import CoalescedAttentionEngine
 from zellige_lightning.engine.groups import ProcessGroupCache
-from zellige_lightning.engine.kernels import varlen_attention
 from zellige_lightning.engine.routing import AttentionRouter
+from zellige_lightning.engine.varlen import varlen_attention
 
 __all__ = [
     "AttentionRouter",

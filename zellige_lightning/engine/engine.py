@@ -109,32 +109,9 @@ class CoalescedAttentionEngine:
             CollectiveError: a peer is gone or late.
         """
         schedule_id = self._require_current()
-        self._check(q, k, v)
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         out, _ = operator.attention(q, k, v, schedule_id, scale, self.handle)
         return out
-
-    def _check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        schedule = self.schedule
-        if not q.shape == k.shape == v.shape or q.dim() != 3 or q.shape[0] != schedule.num_tokens:
-            raise EngineError(
-                f"self-attention got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)};"
-                f" this rank is planned to hold {schedule.num_tokens} tokens",
-                fix="pass this rank's packed tokens as [T, H, D]; repeat grouped key/value heads first",
-            )
-        if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
-            raise EngineError(
-                f"self-attention got dtypes {q.dtype}, {k.dtype}, {v.dtype}",
-                fix="cast them to one floating dtype",
-            )
-        heads = q.shape[1]
-        for block in schedule.blocks:
-            if heads % block.config.h:
-                legal = [h for h in range(1, heads + 1) if heads % h == 0]
-                raise EngineError(
-                    f"a head split of {block.config.h} does not divide {heads} heads",
-                    fix=f"legal head degrees of this model are {legal}",
-                )
 
     def _require_current(self) -> Tensor:
         if self._current is None:
@@ -173,6 +150,7 @@ class CoalescedAttentionEngine:
     ) -> tuple[Tensor, Tensor]:
         """out `[T, H, D]`, lse `[T, H]`."""
         lowered = self._find(schedule_id)
+        _check(lowered.schedule, q, k, v)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         lse = q.new_empty(q.shape[:2], dtype=accumulation_dtype(q.dtype))
 
@@ -238,3 +216,25 @@ class CoalescedAttentionEngine:
 def _store(into: tuple[Tensor, ...], rows: slice, results: tuple[Tensor, ...]) -> None:
     for target, result in zip(into, results, strict=True):
         target[rows] = result
+
+
+def _check(schedule: RankSchedule, q: Tensor, k: Tensor, v: Tensor) -> None:
+    if not q.shape == k.shape == v.shape or q.dim() != 3 or q.shape[0] != schedule.num_tokens:
+        raise EngineError(
+            f"self-attention got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)};"
+            f" this rank is planned to hold {schedule.num_tokens} tokens",
+            fix="pass this rank's packed tokens as [T, H, D]; repeat grouped key/value heads first",
+        )
+    if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
+        raise EngineError(
+            f"self-attention got dtypes {q.dtype}, {k.dtype}, {v.dtype}",
+            fix="cast them to one floating dtype",
+        )
+    heads = q.shape[1]
+    for block in schedule.blocks:
+        if heads % block.config.h:
+            legal = [h for h in range(1, heads + 1) if heads % h == 0]
+            raise EngineError(
+                f"a head split of {block.config.h} does not divide {heads} heads",
+                fix=f"legal head degrees of this model are {legal}",
+            )

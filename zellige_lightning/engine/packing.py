@@ -7,6 +7,7 @@ segment i and nothing else.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from itertools import accumulate
 from typing import Protocol
 
@@ -29,6 +30,16 @@ class PackedLengths:
             sums = torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32)
             self._cumulative[device] = sums.to(device, non_blocking=True)
         return self._cumulative[device]
+
+
+def packed_lengths(lengths: Tensor) -> PackedLengths:
+    """Of an int64 tensor on the host. Layers of one step share the result, and so one upload."""
+    return _packed(tuple(lengths.tolist()))
+
+
+@lru_cache(maxsize=64)
+def _packed(lengths: tuple[int, ...]) -> PackedLengths:
+    return PackedLengths(lengths)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -1,0 +1,74 @@
+"""Runs a function on N processes of this machine, each pinned to a core of its own where there are enough."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+from collections.abc import Callable
+from datetime import date, timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+
+
+def machine() -> dict[str, str]:
+    """What a reader needs to judge a figure; nothing that names this machine."""
+    model = next(
+        (line.split(":")[1].strip() for line in _cpuinfo() if line.startswith("model name")),
+        platform.processor() or "unknown processor",
+    )
+    return {
+        "date": date.today().isoformat(),
+        "processor": model,
+        "cores": str(len(os.sched_getaffinity(0))),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _cpuinfo() -> list[str]:
+    try:
+        return Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return []
+
+
+def run_on_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+    """`function(rank, *args)` on every rank of a gloo world; the results by rank."""
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    processes = [
+        context.Process(target=_main, args=(function, rank, world_size, port, results, args), daemon=True)
+        for rank in range(world_size)
+    ]
+    for process in processes:
+        process.start()
+    gathered = dict(results.get(timeout=1800) for _ in processes)
+    for process in processes:
+        process.join()
+    return [gathered[rank] for rank in range(world_size)]
+
+
+def _main(
+    function: Callable[..., Any], rank: int, world_size: int, port: int, results: Any, args: tuple[Any, ...]
+) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        rank=rank,
+        world_size=world_size,
+        init_method=f"tcp://127.0.0.1:{port}",
+        timeout=timedelta(seconds=300),
+    )
+    results.put((rank, function(rank, *args)))
+    dist.barrier()
+    dist.destroy_process_group()
