@@ -12,6 +12,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 
+from tests.recipes.data.stores import sequence_of
 from zellige_lightning.errors import ConfigError
 from zellige_lightning.recipes.wan21.encode_cli import main
 from zellige_lightning.recipes.wan21.encoded_store import EncodedStore
@@ -117,8 +118,6 @@ def test_stores_keep_the_captions_own_rows_and_read_512(
     main([str(images), "--output", str(tmp_path / "out"), "--text", str(umt5), *options])
     store = EncodedStore(tmp_path / "out")
     assert store.sequence_fields["text"].shape == (512, 24)
-    from tests.recipes.data.stores import sequence_of
-
     text = store.read_sequence(sequence_of(store, "0.png"))["text"]
     assert torch.equal(text, encoder.encode("a dog runs fast").bfloat16())
     assert bool((store.read_sequence(sequence_of(store, "1.png"))["text"] == 0).all())
