@@ -180,7 +180,10 @@ class WanModel(nn.Module):
         """
         dtype = self.patch_embedding.weight.dtype
         packing = Packing(
-            segment_ids, list(q_lengths), rope_table(positions, self.config.rope_pairs), context.shape[1]
+            segment_ids,
+            torch.tensor(list(q_lengths), dtype=torch.int64),
+            rope_table(positions, self.config.rope_pairs),
+            context.shape[1],
         )
         x = F.linear(tokens.to(dtype), self.patch_embedding.weight.flatten(1), self.patch_embedding.bias)
         time = self.time_embedding(sinusoidal_embedding(timesteps, self.config.freq_dim))

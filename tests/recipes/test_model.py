@@ -132,7 +132,7 @@ def test_time_layers_keep_fp32_under_autocast() -> None:
 
 
 def test_modulation_gradients_with_an_empty_segment() -> None:
-    lengths = [3, 0, 2]
+    lengths = torch.tensor([3, 0, 2])
     ids = torch.tensor([0, 0, 0, 2, 2])
     g = torch.Generator().manual_seed(0)
     x, y = (torch.randn(5, 4, generator=g, dtype=torch.float64, requires_grad=True) for _ in range(2))
