@@ -55,7 +55,9 @@ def planner_for(
     topology: Topology, prices: ProfileTable, cap_mib: int = CAP_MIB, name: str = "exact", **settings: Any
 ) -> BatchPlanner:
     config = PlannerConfig(name, **settings)
-    return make_planner(config, prices, MEMORY, topology, HEADS, cap_mib)
+    made = make_planner(config, prices, MEMORY, topology, HEADS, cap_mib)
+    made.prepare()
+    return made
 
 
 def timed(planner: BatchPlanner, batch: GlobalBatch, repeats: int = 1) -> tuple[Plan | None, float]:

@@ -171,8 +171,8 @@ def test_any_world_is_planned_and_certified(world: int, family: str) -> None:
     assert len(plan.options) == len(what.sequences)
     assert max(plan.memory_mib) <= 200_000
     assert plan.lower_bound_us <= plan.makespan_us
-    assert plan.gap < 0.1  # a few equal images that must be split are hard to prove
-    assert plan.bound_source == "search"
+    assert plan.gap < 2e-3
+    assert plan.bound_source in ("search", "CP-SAT")
     again = planner(world, 200_000, name="exact", family=family, max_degree=8).plan(what)
     assert again.digest == plan.digest
 
@@ -208,6 +208,29 @@ def test_memory_that_must_be_filled_exactly_is_left_to_cp_sat() -> None:
     assert row["faults"] == []
     assert (row["status"], row["statuses"]) == ("optimal", ["OPTIMAL", "OPTIMAL"])
     assert sum(s["count"] * s["options"][0]["memory"] for s in sequences) == 3 * 168
+
+
+@pytest.mark.parametrize("world", [3, 5, 7, 8, 9])
+def test_equal_sequences_are_certified(world: int) -> None:
+    """A few more sequences than ranks must be split, and area alone is a weak bound for them."""
+    for name, count in (
+        ("i720", world + 3),
+        ("i720", 2 * world + 3),
+        ("v480", world + 1),
+        ("i256", world + 1),
+    ):
+        plan = planner(world, 200_000, name="exact", max_degree=8).plan(batch({name: count}))
+        assert plan.gap < 1e-3, (name, count)
+
+
+def test_wide_gaps_of_memory_that_is_almost_full_are_closed() -> None:
+    """The search alone leaves 25 % open here: light sequences that fill memory pack badly in time."""
+    sequences = [whole_only("a", 41, 57, 5), whole_only("b", 21, 10, 18), whole_only("c", 53, 31, 18)]
+    problem = {"name": "tight", "ranks": 3, "cap": 514, "sequences": sequences}
+    row, joint = solve_one(problem, EXACT), solve_one(problem, PlannerConfig("joint"))
+    assert row["faults"] == []
+    assert row["makespan"] <= joint["makespan"] * 1.001
+    assert row["bound"] <= joint["makespan"]
 
 
 def test_prices_beyond_the_search_are_refused() -> None:

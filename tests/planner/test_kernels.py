@@ -7,13 +7,13 @@ from hypothesis import given, settings, strategies as st
 from zellige_lightning.planner.compiled import buffer, zeros
 from zellige_lightning.planner.fillers import FillerGroup, FillerOverflowError, pack_fillers
 from zellige_lightning.planner.sand_kernel import DENSE, EQ_8, MEMORY_ONLY, pack_group, pack_sand, relieve
-from zellige_lightning.planner.search_kernel import is_new, write_key
+from zellige_lightning.planner.search_kernel import dual, is_new, write_key
 
 ledgers = st.lists(st.tuples(st.integers(0, 80), st.integers(0, 30)), min_size=1, max_size=6)
 
 
 def sizes(world: int, swaps: int = 0, memo: int = 8) -> object:
-    return buffer([world, 0, 0, 0, swaps, memo, 1, 1])
+    return buffer([world, 0, 0, 0, swaps, memo, 1, 1, 0])
 
 
 def key_of(loads: list[int], mems: list[int], twins: list[int], swaps: list[int]) -> tuple[int, list[int]]:
@@ -128,3 +128,18 @@ def test_relief_exchanges_heavy_for_light_where_memory_is_short() -> None:
     assert relieve(90, 11, 2, 2, price, mib, loads, mems, took, zeros(5)) == 90
     assert [int(x) for x in took] == [0, 1, 3, 3]
     assert ([int(x) for x in loads], [int(x) for x in mems]) == ([90, 70], [10, 10])
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=9), st.integers(1, 10))
+def test_what_fits_one_rank_fits_under_every_dual(times: list[int], k: int) -> None:
+    for limit in (sum(times), sum(times) + 1, 2 * sum(times)):
+        assert sum(dual(k, time, limit) for time in times) <= k * limit
+
+
+def test_duals_refuse_what_does_not_divide_evenly() -> None:
+    """Ten equal sequences on nine ranks: one rank takes two of them, though the area would leave room."""
+    price = 7
+    for limit in range(8, 2 * price):
+        assert 10 * dual(1, price, limit) > 9 * limit
+    assert 10 * dual(1, price, 2 * price) <= 9 * 2 * price

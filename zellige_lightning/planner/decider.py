@@ -20,6 +20,7 @@ LIGHT = 50  # sequences below 1 / LIGHT of the mean load are sand at first
 FEW_SPLITS = 4  # numbers of splits to try first, from the forced ones
 MOST_PACKINGS = 6  # placements of the rocks that one decision tries to pack with sand, on few ranks
 FEW_RANKS = 8
+FEW_SEQUENCES, NUM_DUALS = 64, 10  # where they do not divide evenly over ranks, duals prove more than area
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,7 @@ class Decider:
             MEMO_STATES,
             width,
             int(symmetric),
+            NUM_DUALS if problem.num_sequences <= FEW_SEQUENCES else 0,
         )
         num_q = len(ratios)
         starts = [0]
@@ -130,6 +132,9 @@ class Decider:
             zeros(4 * memo),
             zeros(memo * (3 + 2 * world)),
             self.stamps,
+            zeros(self.sizes[8] * len(choices) + 1),
+            zeros(self.sizes[8] * (len(items) + 1) + len(problem.groups)),
+            zeros(self.sizes[8] + 1),
         ]
 
     def decide(

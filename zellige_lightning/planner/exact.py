@@ -7,15 +7,18 @@ from math import gcd
 
 from zellige_lightning.errors import PlanningError
 from zellige_lightning.planner.consolidate import consolidate
+from zellige_lightning.planner.decider import FEW_SEQUENCES
 from zellige_lightning.planner.pods import search_pods
 from zellige_lightning.planner.problem import PlacementProblem
 from zellige_lightning.planner.search import ExactSearch, SearchResult
-from zellige_lightning.planner.solution import Brief, Solution, num_splits
+from zellige_lightning.planner.solution import Brief, Solution, num_splits, sums
 
 MOST_RANKS = 64  # above it the world is searched in pods
 NODE_LIMITS = (10_000, 40_000)  # of one decision and of all, on few ranks
 NODE_LIMITS_LARGE = (1_000, 4_000)  # above 8 ranks, where a node costs more
-CPSAT_LIMIT = 10.0  # deterministic time of the rescue by CP-SAT
+CPSAT_LIMIT = 10.0  # deterministic time of the rescue by CP-SAT, per round
+CLOSING_LIMIT = 1.0  # the same for closing a gap that the search left open
+WIDE_GAP, MOST_VARIABLES = 0.01, 4_000  # also tried for many sequences where the gap is that wide
 
 
 def solve_exact(problem: PlacementProblem, brief: Brief) -> Solution:
@@ -59,17 +62,33 @@ def search_problem(problem: PlacementProblem, brief: Brief) -> Solution:
         makespan, dealt, bound = found
         statuses = _statuses(makespan, bound, epsilon, False)
         return Solution(tuple(dealt), bound, "area at T", statuses)
-    limits = NODE_LIMITS if problem.world_size <= 8 else NODE_LIMITS_LARGE
+    is_few = problem.num_sequences <= FEW_SEQUENCES and problem.world_size <= MOST_RANKS
+    limits = NODE_LIMITS if is_few or problem.world_size <= 8 else NODE_LIMITS_LARGE
     result = ExactSearch(problem, epsilon, *limits).solve()
     if result.proven_infeasible:
         raise _does_not_fit(problem, brief)
     if not result.cells:
         return _rescue(problem, brief, result)
-    slack = max(result.makespan_us, result.bound_us + int(result.bound_us * epsilon))
-    cells = consolidate(problem, result.cells, slack)
+    solution = _certificate(result, epsilon)
+    is_wide = (
+        result.makespan_us > result.bound_us * (1 + WIDE_GAP) and num_variables(problem) <= MOST_VARIABLES
+    )
+    if solution.statuses[0] == "OPEN" and (is_few or is_wide):
+        solution = _close(problem, brief, solution, result.makespan_us)
+    makespan = max(sums(problem, solution.cells)[0])
+    slack = max(makespan, solution.bound_us + int(solution.bound_us * epsilon))
+    return replace(solution, cells=consolidate(problem, solution.cells, slack))
+
+
+def num_variables(problem: PlacementProblem) -> int:
+    """Of the integer program."""
+    return sum(len(choice.rank_sets) for group in problem.groups for choice in group.choices)
+
+
+def _certificate(result: SearchResult, epsilon: float) -> Solution:
     fewest = result.num_splits == result.split_bound
     statuses = _statuses(result.makespan_us, result.bound_us, epsilon, fewest)
-    return Solution(cells, result.bound_us, "search", statuses, result.split_bound, result.nodes)
+    return Solution(result.cells, result.bound_us, "search", statuses, result.split_bound, result.nodes)
 
 
 def _statuses(makespan_us: int, bound_us: int, epsilon: float, fewest: bool) -> tuple[str, str]:
@@ -88,6 +107,26 @@ def _does_not_fit(problem: PlacementProblem, brief: Brief) -> PlanningError:
     )  # ortools is slow to import and rarely needed here
 
     return does_not_fit(problem, brief.step)
+
+
+def _close(problem: PlacementProblem, brief: Brief, solution: Solution, makespan_us: int) -> Solution:
+    """CP-SAT's proof where the search's bounds are weak: few sequences that do not divide evenly, and memory
+    that must be filled almost exactly. Whatever it proves or finds within its limit is taken."""
+    from zellige_lightning.planner.anchors import SolverLimits, place_anchors
+
+    epsilon = brief.config.epsilon
+    found = place_anchors(problem, epsilon, SolverLimits(1, CLOSING_LIMIT, brief.config.seed))
+    if found.is_certified:
+        splits = num_splits(found.cells)
+        return Solution(found.cells, found.bound_us, "CP-SAT", found.statuses, splits, solution.nodes)
+    if found.cells and (better := max(sums(problem, found.cells)[0])) < makespan_us:
+        makespan_us, solution = better, replace(solution, cells=found.cells, split_bound=0)
+    if found.bound_us > solution.bound_us:
+        solution = replace(solution, bound_us=found.bound_us, bound_source="CP-SAT")
+        if solution.bound_us + int(solution.bound_us * epsilon) > makespan_us:
+            solution = replace(solution, split_bound=0)  # it was proven up to the makespan only
+    fewest = num_splits(solution.cells) == solution.split_bound
+    return replace(solution, statuses=_statuses(makespan_us, solution.bound_us, epsilon, fewest))
 
 
 def _rescue(problem: PlacementProblem, brief: Brief, result: SearchResult) -> Solution:

@@ -89,6 +89,52 @@ def fill_needs(
 
 
 @compiled
+def dual(k: int, time_us: int, limit: int) -> int:
+    """k-th dual feasible function of bin packing, scaled by k * limit: shards whose times fit one rank add up
+    to at most k * limit, yet k + 1 shards of slightly more than limit / (k + 1) each count as more."""
+    parts = (k + 1) * time_us
+    return k * time_us if parts % limit == 0 else parts // limit * limit
+
+
+@compiled
+def fill_duals(
+    limit: int, cap: int, sizes: Any, item_group: Any, counts: Any, choice_ptr: Any, degree: Any, price: Any,
+    memory: Any, dual_size: Any, dual_need: Any, dual_spent: Any,
+) -> None:  # fmt: skip
+    """`dual_size[j*K+k]`: what choice j takes of all ranks under dual k; `dual_need[i*K+k]`: what rocks i..
+    and all sand take at least. Few sequences that do not divide evenly are refused by these, not by area."""
+    num_items, num_groups, num_duals = sizes[1], sizes[2], sizes[8]
+    last = (num_items + 1) * num_duals  # behind it: the least of each group
+    for k in range(num_duals):
+        dual_spent[k] = 0
+        dual_need[num_items * num_duals + k] = 0
+        for g in range(num_groups):
+            least = -1
+            for j in range(choice_ptr[g], choice_ptr[g + 1]):
+                if price[j] <= limit and memory[j] <= cap:
+                    size = degree[j] * dual(k + 1, price[j], limit)
+                    dual_size[j * num_duals + k] = size
+                    if least < 0 or size < least:
+                        least = size
+            dual_need[last + g] = least
+            dual_need[num_items * num_duals + k] += counts[g] * least
+        for i in range(num_items - 1, -1, -1):
+            dual_need[i * num_duals + k] = (
+                dual_need[(i + 1) * num_duals + k] + dual_need[last + item_group[i]]
+            )
+
+
+@compiled
+def duals_fit(i: int, limit: int, sizes: Any, dual_need: Any, dual_spent: Any) -> bool:
+    """Whether what is placed and what is still to come stay below what all ranks offer, under every dual."""
+    num_duals = sizes[8]
+    for k in range(num_duals):
+        if dual_spent[k] + dual_need[i * num_duals + k] > sizes[0] * (k + 1) * limit:
+            return False
+    return True
+
+
+@compiled
 def has_room(
     i: int, limit: int, cap: int, sizes: Any, ratios: Any, need: Any, least: Any, loads: Any, mems: Any
 ) -> bool:
@@ -250,7 +296,7 @@ def decide(
     node_limit: int,
     resume: int,  # 1: go on behind the placement that the last call returned, with its arguments and state
     spread: int,  # 1: try the rank set with the most room left first, 0: the first one
-    sizes: Any,  # N, I, G, Q, number of swaps, memo capacity, W (most rank sets of a choice), symmetry on
+    sizes: Any,  # N, I, G, Q, number of swaps, memo capacity, W (most rank sets of a choice), symmetry on, K
     item_group: Any,  # [I] group of each rock; rocks of a group are neighbours
     counts: Any,  # [G] number of sand members of a group, 0 for groups of rocks
     choice_ptr: Any,  # [G+1] choices of a group, by increasing area
@@ -279,13 +325,16 @@ def decide(
     slots: Any,
     stored: Any,
     stamps: Any,  # generation, number of stored states, nodes, splits of the last decision
+    dual_size: Any,  # [J*K] K duals, see `fill_duals`
+    dual_need: Any,  # [(I+1)*K + G]
+    dual_spent: Any,  # [K]
 ) -> int:
     """FEASIBLE (with `picks`, `loads`, `mems`), INFEASIBLE (proven), or UNKNOWN after `node_limit` nodes.
 
     At most `budget` rocks are split. Rocks of one group take choices of non-decreasing index: exchanging
     equal sequences changes nothing.
     """
-    num_ranks, num_items, width = sizes[0], sizes[1], sizes[6]
+    num_ranks, num_items, width, num_duals = sizes[0], sizes[1], sizes[6], sizes[8]
     i, splits, nodes = 0, 0, stamps[2]
     if resume == 1:
         if num_items == 0:
@@ -296,6 +345,8 @@ def decide(
         for x in range(set_ranks[s], set_ranks[s + 1]):
             loads[ranks[x]] -= price[j]
             mems[ranks[x]] -= memory[j]
+        for k in range(num_duals):
+            dual_spent[k] -= dual_size[j * num_duals + k]
         if degree[j] > 1:
             splits -= 1
     else:
@@ -310,6 +361,12 @@ def decide(
         ):  # fmt: skip
             return INFEASIBLE
         if forced[0] > budget or not has_room(0, limit, cap, sizes, ratios, need, least, loads, mems):
+            return INFEASIBLE
+        fill_duals(
+            limit, cap, sizes, item_group, counts, choice_ptr, degree, price, memory, dual_size, dual_need,
+            dual_spent,
+        )  # fmt: skip
+        if not duals_fit(0, limit, sizes, dual_need, dual_spent):
             return INFEASIBLE
         if num_items == 0:
             return FEASIBLE
@@ -326,6 +383,8 @@ def decide(
                 for x in range(set_ranks[s], set_ranks[s + 1]):
                     loads[ranks[x]] -= price[j]
                     mems[ranks[x]] -= memory[j]
+                for k in range(num_duals):
+                    dual_spent[k] -= dual_size[j * num_duals + k]
                 if degree[j] > 1:
                     splits -= 1
                 continue
@@ -351,10 +410,14 @@ def decide(
         for x in range(set_ranks[s], set_ranks[s + 1]):
             loads[ranks[x]] += price[j]
             mems[ranks[x]] += memory[j]
+        for k in range(num_duals):
+            dual_spent[k] += dual_size[j * num_duals + k]
         if degree[j] > 1:
             splits += 1
-        if splits + forced[i + 1] <= budget and has_room(
-            i + 1, limit, cap, sizes, ratios, need, least, loads, mems
+        if (
+            splits + forced[i + 1] <= budget
+            and duals_fit(i + 1, limit, sizes, dual_need, dual_spent)
+            and has_room(i + 1, limit, cap, sizes, ratios, need, least, loads, mems)
         ):
             if i + 1 == num_items:
                 stamps[3] = splits
@@ -372,5 +435,7 @@ def decide(
         for x in range(set_ranks[s], set_ranks[s + 1]):
             loads[ranks[x]] -= price[j]
             mems[ranks[x]] -= memory[j]
+        for k in range(num_duals):
+            dual_spent[k] -= dual_size[j * num_duals + k]
         if degree[j] > 1:
             splits -= 1
