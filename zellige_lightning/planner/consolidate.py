@@ -1,4 +1,4 @@
-"""The last objective: fewer distinct rank sets for the same makespan and splits."""
+"""The last objectives: fewer distinct rank sets, then fewer bytes, for the same makespan and splits."""
 
 from __future__ import annotations
 
@@ -61,3 +61,70 @@ def _may_move(
             loads[r] += sign * time_us
             memory[r] += sign * mib
     return True
+
+
+def spare_links(problem: PlacementProblem, cells: Iterable[Cell], limit: int) -> tuple[Cell, ...]:
+    """Moves split sequences to choices and rank sets that exchange fewer bytes, while every load stays <=
+    `limit`, memory under the cap, and no more rank sets are used. Greedy, the most bytes first, until nothing
+    helps."""
+    cells = tuple(cells)
+    loads, memory = sums(problem, cells)
+    counts = {(c.group, c.choice, c.ranks): c.count for c in cells}
+    moved = True
+    while moved:
+        moved = False
+        for key in sorted(counts, key=lambda k: (-_traffic(problem, k), k)):
+            if len(key[2]) > 1 and (better := _lighter(problem, counts, key, loads, memory, limit)):
+                count = counts.pop(key)
+                _book(problem, key, -count, loads, memory)
+                _book(problem, better, count, loads, memory)
+                counts[better] = counts.get(better, 0) + count
+                moved = True
+                break
+    return tuple(sorted(Cell(*key, count) for key, count in counts.items()))
+
+
+Key = tuple[int, int, RankSet]
+
+
+def _traffic(problem: PlacementProblem, key: Key) -> int:
+    return problem.groups[key[0]].choices[key[1]].traffic
+
+
+def _book(problem: PlacementProblem, key: Key, count: int, loads: list[int], memory: list[int]) -> None:
+    choice = problem.groups[key[0]].choices[key[1]]
+    for rank in key[2]:
+        loads[rank] += count * choice.price_us
+        memory[rank] += count * choice.memory_mib
+
+
+def _lighter(
+    problem: PlacementProblem,
+    counts: dict[Key, int],
+    key: Key,
+    loads: list[int],
+    memory: list[int],
+    limit: int,
+) -> Key | None:
+    """The split choice with the fewest bytes that all members of a cell may take instead, if any."""
+    group, old, count = problem.groups[key[0]], problem.groups[key[0]].choices[key[1]], counts[key]
+    used = {ranks for _, _, ranks in counts if len(ranks) > 1}
+    is_alone = sum(ranks == key[2] for _, _, ranks in counts) == 1  # its rank set goes where it leaves
+    order = sorted(range(len(group.choices)), key=lambda j: (group.choices[j].traffic, j))
+    for j in order:
+        choice = group.choices[j]
+        if choice.traffic >= old.traffic:
+            return None
+        if choice.config.is_whole:
+            continue
+        for ranks in choice.rank_sets:
+            if not (is_alone or ranks in used):
+                continue
+            stays = set(ranks) & set(key[2])
+            if all(
+                loads[r] + count * (choice.price_us - old.price_us * (r in stays)) <= limit
+                and memory[r] + count * (choice.memory_mib - old.memory_mib * (r in stays)) <= problem.cap_mib
+                for r in ranks
+            ):
+                return key[0], j, ranks
+    return None

@@ -6,7 +6,7 @@ from dataclasses import replace
 from math import gcd
 
 from zellige_lightning.errors import PlanningError
-from zellige_lightning.planner.consolidate import consolidate
+from zellige_lightning.planner.consolidate import consolidate, spare_links
 from zellige_lightning.planner.decider import FEW_SEQUENCES
 from zellige_lightning.planner.pods import search_pods
 from zellige_lightning.planner.problem import PlacementProblem
@@ -47,7 +47,7 @@ def check_range(problem: PlacementProblem) -> None:
 
 
 def search_problem(problem: PlacementProblem, brief: Brief) -> Solution:
-    """Makespan first, then fewest splits within epsilon, then fewest distinct rank sets.
+    """Makespan first, then fewest splits within epsilon, then fewest distinct rank sets, then fewest bytes.
 
     Where the search finds no placement and no proof that there is none (memory so tight that light
     sequences do not pack), CP-SAT looks for any.
@@ -77,7 +77,8 @@ def search_problem(problem: PlacementProblem, brief: Brief) -> Solution:
         solution = _close(problem, brief, solution, result.makespan_us)
     makespan = max(sums(problem, solution.cells)[0])
     slack = max(makespan, solution.bound_us + int(solution.bound_us * epsilon))
-    return replace(solution, cells=consolidate(problem, solution.cells, slack))
+    cells = spare_links(problem, consolidate(problem, solution.cells, slack), slack)
+    return replace(solution, cells=cells)
 
 
 def num_variables(problem: PlacementProblem) -> int:

@@ -13,6 +13,7 @@ from zellige_lightning.placement.topology import Topology
 from zellige_lightning.planner.cost import MemoryModel, ProfileTable
 from zellige_lightning.planner.options import legal_rank_sets
 from zellige_lightning.planner.problem import Choice, Group, PlacementProblem, RankSet, drop_dominated
+from zellige_lightning.planner.traffic import traffic
 
 
 @dataclass
@@ -64,7 +65,8 @@ class OptionMenu:
                 continue
             memory = self.memory.memory_mib(bucket.num_tokens, config)
             if rank_sets := self._rank_sets(config.degree).get(topology_class):
-                found.append(Choice(config, price, memory, rank_sets))
+                sent = traffic(self.memory.geometry, bucket.num_tokens, config, topology_class)
+                found.append(Choice(config, price, memory, rank_sets, sent))
         return found
 
     def _is_legal(self, config: ParallelConfig) -> bool:

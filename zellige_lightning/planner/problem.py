@@ -23,12 +23,14 @@ class Choice:
         price_us: time per participating rank.
         memory_mib: memory per participating rank.
         rank_sets: legal rank sets, each of `config.degree` ascending ranks, all of one topology class.
+        traffic: bytes that its ranks exchange in a layer's forward, weighted by link class; breaks ties only.
     """
 
     config: ParallelConfig
     price_us: int
     memory_mib: int
     rank_sets: tuple[RankSet, ...]
+    traffic: int = 0
 
     @property
     def area_us(self) -> int:
@@ -84,10 +86,14 @@ def drop_dominated(choices: Sequence[Choice]) -> tuple[Choice, ...]:
     Among equals the first stays.
     """
     kept: list[Choice] = []
-    for choice in sorted(choices, key=lambda c: (c.config.degree, c.price_us, c.memory_mib, c.config)):
+    for choice in sorted(choices, key=_frugal_first):
         if not any(k.memory_mib <= choice.memory_mib and k.rank_sets == choice.rank_sets for k in kept):
             kept.append(choice)
     return tuple(kept)
+
+
+def _frugal_first(choice: Choice) -> tuple[int, int, int, int, ParallelConfig]:
+    return choice.config.degree, choice.price_us, choice.memory_mib, choice.traffic, choice.config
 
 
 def ungrouped(problem: PlacementProblem) -> PlacementProblem:
