@@ -36,7 +36,9 @@ def random_qkv(tokens: int) -> list[Tensor]:
     return [torch.randn(tokens, HEADS, DIM, requires_grad=True) for _ in range(3)]
 
 
-def planned(engine: CoalescedAttentionEngine, rank: int, options: list[PlacementOption], length: int) -> Variant:
+def planned(
+    engine: CoalescedAttentionEngine, rank: int, options: list[PlacementOption], length: int
+) -> Variant:
     """Forward and backward of the engine with every sequence of `length` tokens placed by `options`."""
     schedule = build_schedule(options, [length] * len(options), rank, 2)
     inputs = random_qkv(schedule.num_tokens)
@@ -74,7 +76,8 @@ def medians_s(variants: dict[str, Variant], repeats: int) -> dict[str, float]:
 
 def split_against_whole(rank: int, engine: CoalescedAttentionEngine, repeats: int) -> dict[str, float]:
     variants = {
-        name: planned(engine, rank, [PlacementOption(config, (0, 1))], LONG) for name, config in SPLITS.items()
+        name: planned(engine, rank, [PlacementOption(config, (0, 1))], LONG)
+        for name, config in SPLITS.items()
     }
     # The whole sequence runs on both ranks at once, so that both cores are busy in every variant.
     variants["whole"] = planned(engine, rank, [whole(rank)], LONG)
@@ -95,9 +98,7 @@ def images(rank: int, engine: CoalescedAttentionEngine, repeats: int) -> dict[st
 
 def one_call_each(engine: CoalescedAttentionEngine, rank: int) -> Variant:
     """The Ulysses images again, an engine call for each: what coalescing saves."""
-    runs = [
-        planned(engine, rank, [PlacementOption(SPLITS["ulysses"], (0, 1))], IMAGE) for _ in range(IMAGES)
-    ]
+    runs = [planned(engine, rank, [PlacementOption(SPLITS["ulysses"], (0, 1))], IMAGE) for _ in range(IMAGES)]
 
     def run() -> None:
         for one in runs:

@@ -59,7 +59,9 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 def _cell(value: object) -> str:
     if value is None:
         return "-"
-    return f"{value:.3g}" if isinstance(value, float) and abs(value) < 100 else str(value)
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.3g}" if abs(value) < 100 else f"{value:,.1f}"
 
 
 def _range(values: Sequence[float | None]) -> str:
@@ -157,8 +159,8 @@ def _policies(rows: Sequence[PolicyRow]) -> str:
 
 def _figure_3(results: Results) -> str:
     rows = [(name, min(values), max(values), *PAPER_FIG3A[name]) for name, values in results.fig3a.items()]
-    text = "## Fig. 3\n\nMax / mean of rank times on 4 A800 over the six shares: Fig. 2's three videos, images "
-    text += "by share.\n\n"
+    text = "## Fig. 3\n\nMax / mean of rank times on 4 A800 over the six shares: Fig. 2's three videos, "
+    text += "images by share.\n\n"
     text += table(("policy", "least", "largest", "paper least", "paper largest"), rows)
     text += "\nShare of attention time that is communication, images split over 2, 4, 8 ranks:\n\n"
     lines = []

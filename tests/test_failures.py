@@ -123,7 +123,7 @@ def _fit(rank: int, fault: str, faulty_rank: int, settings: dict[str, Any]) -> N
 
 def _break_planner() -> None:
     class Broken:
-        def plan(self, batch: Any) -> Any:
+        def plan_waves(self, batch: Any) -> Any:
             raise IndexError("a bug in somebody's planner")
 
     original = lookahead.StepPreparer.__init__

@@ -21,7 +21,14 @@ from zellige_lightning.agreement import to_zellige
 from zellige_lightning.errors import CollectiveError, RankFailure, ZelligeError, from_wire
 
 _LOOKUP_S = 1.5  # longer than a post takes, shorter than the 2 s that reports may take beyond the timeout
-_COLLECTIVE_MARKS = ("gloo", "nccl", "Connection closed by peer", "Connection reset", "Timed out", "Broken pipe")
+_COLLECTIVE_MARKS = (
+    "gloo",
+    "nccl",
+    "Connection closed by peer",
+    "Connection reset",
+    "Timed out",
+    "Broken pipe",
+)
 
 
 def _sockets() -> set[str]:
@@ -148,4 +155,6 @@ def _is_collective(error: BaseException) -> bool:
     """Whether `error` says that a peer is gone, rather than that this rank failed."""
     if isinstance(error, CollectiveError | dist.DistError):
         return True
-    return isinstance(error, RuntimeError) and any(mark.lower() in str(error).lower() for mark in _COLLECTIVE_MARKS)
+    return isinstance(error, RuntimeError) and any(
+        mark.lower() in str(error).lower() for mark in _COLLECTIVE_MARKS
+    )

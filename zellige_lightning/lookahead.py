@@ -8,6 +8,7 @@ ready yet.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -30,15 +31,20 @@ class PlannedStep:
     """A global batch that is planned and read.
 
     Args:
+        batch: the whole global batch.
+        waves: its planned parts, trained one after the other; one where everything fits at once.
         prepare_ms: agreement, solving, sharing and reading together.
         exposed_ms: how long training waited for it; set when it is taken.
         stop: some rank asked to stop before this batch.
+        opens_window: whether an optimizer step begins with this batch; set when it is taken.
     """
 
-    rank_batch: RankBatch
+    batch: GlobalBatch
+    waves: list[RankBatch]
     prepare_ms: float
     stop: bool = False
     exposed_ms: float = 0.0
+    opens_window: bool = True
 
 
 class StepPreparer:
@@ -51,7 +57,7 @@ class StepPreparer:
         self._agreement, self._planner, self._stop_requested = agreement, planner, stop_requested
 
     def prepare(self, loader: GlobalBatchLoader, batch: GlobalBatch, accumulation: int) -> PlannedStep:
-        """Agree on the batch, plan it on rank 0, share the plan, read this rank's tokens.
+        """Agree on the batch, plan it on rank 0, share the plans, read this rank's tokens.
 
         Raises:
             DataError: ranks that drew different batches, or a sample that cannot be read.
@@ -67,14 +73,16 @@ class StepPreparer:
             )
             error.agreed = True
             raise error
-        plan = Plan.from_json(self._agreement.on_first(lambda: self._solve(batch).to_json()))
-        rank_batch = self._agreement.together(lambda: self._read(loader, batch, plan, accumulation))
+        shared = json.loads(self._agreement.on_first(lambda: self._solve(batch)))
+        waves = [(tuple(members), Plan.from_json(plan)) for members, plan in shared]
+        rank_batches = self._agreement.together(lambda: self._read(loader, batch, waves, accumulation))
         elapsed = 1e3 * (time.perf_counter() - began)
-        return PlannedStep(rank_batch, elapsed, stop=any(stop for _, stop in reports))
+        return PlannedStep(batch, rank_batches, elapsed, stop=any(stop for _, stop in reports))
 
-    def _solve(self, batch: GlobalBatch) -> Plan:
+    def _solve(self, batch: GlobalBatch) -> str:
+        """[members, plan] of each wave, as JSON."""
         try:
-            return self._planner.plan(batch)
+            waves = self._planner.plan_waves(batch)
         except ZelligeError as error:
             error.step = batch.step
             raise
@@ -84,19 +92,27 @@ class StepPreparer:
                 fix="report this with the batch that caused it, or try another planner",
                 step=batch.step,
             ) from error
+        return json.dumps([[wave.members, wave.plan.to_json()] for wave in waves])
 
     def _read(
-        self, loader: GlobalBatchLoader, batch: GlobalBatch, plan: Plan, accumulation: int
-    ) -> RankBatch:
+        self,
+        loader: GlobalBatchLoader,
+        batch: GlobalBatch,
+        waves: list[tuple[tuple[int, ...], Plan]],
+        accumulation: int,
+    ) -> list[RankBatch]:
         try:
-            return materialize(
-                batch,
-                plan,
-                self._agreement.rank,
-                loader.source,
-                accumulation=accumulation,
-                loss_reduction=loader.loss_reduction,
-            )
+            return [
+                materialize(
+                    batch.part(members),
+                    plan,
+                    self._agreement.rank,
+                    loader.source,
+                    accumulation=accumulation,
+                    loss_reduction=loader.loss_reduction,
+                )
+                for members, plan in waves
+            ]
         except ZelligeError as error:
             error.step = batch.step
             raise
@@ -124,6 +140,7 @@ class PendingStep:
         began = time.perf_counter()
         step = self._future.result()
         step.exposed_ms = 1e3 * (time.perf_counter() - began)
+        step.opens_window = self.opens_window
         return step
 
 

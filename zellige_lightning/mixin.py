@@ -26,6 +26,8 @@ class CoalescedAttentionMixin:
 
     coalesced_attention: tuple[str, ...] = ()
     _planned_batch: RankBatch | None = None
+    _wave: tuple[int, int] = (0, 0)  # number of the wave that runs, and of the last one
+    _wave_sums: dict[str, Tensor] | None = None  # losses that earlier waves of the step have logged
 
     def attention_modules(self) -> dict[str, nn.Module]:
         """The matching modules by name.
@@ -63,8 +65,19 @@ class CoalescedAttentionMixin:
             kwargs.setdefault("sync_dist", world_size > 1 and not kwargs.get("rank_zero_only"))
             # Lightning averages these weights over the ranks as integers: multiples of N lose nothing.
             kwargs.setdefault("batch_size", world_size * len(batch.global_batch.sequences))
-            value = value.detach() if isinstance(value, Tensor) else value
+            value = self._over_waves(name, value)
+            if value is None:
+                return
         super().log(name, value, *args, **kwargs)  # type: ignore[misc]
+
+    def _over_waves(self, name: str, value: Any) -> Any:
+        """What to log of a value that each wave logs: a loss adds up, of anything else the last one counts.
+        None before the last wave."""
+        number, last = self._wave
+        total = value.detach() if isinstance(value, Tensor) else value
+        if self._wave_sums is not None and isinstance(value, Tensor) and value.requires_grad:
+            total = self._wave_sums[name] = total + self._wave_sums.get(name, 0.0)
+        return total if number == last else None
 
 
 def require_mixin(module: object) -> CoalescedAttentionMixin:

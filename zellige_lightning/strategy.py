@@ -42,6 +42,7 @@ from zellige_lightning.profiler import HardwareProfiler, ProfilerConfig
 from zellige_lightning.registration import register
 from zellige_lightning.report.records import StepRecord
 from zellige_lightning.services import EngineConfig, Services
+from zellige_lightning.waves import release_gradients, train_waves
 from zellige_lightning.timing import StepTimer, record_of
 from zellige_lightning.trial import TrialStep
 
@@ -234,13 +235,13 @@ class ZelligeStrategy(DDPStrategy):
         self._phase = "planning"
         step = pending.take()
         self.preemption.agreed |= step.stop
-        if pending.opens_window:
+        if step.opens_window:
             self.preemption.stop_if_agreed()
         self.planned_step = step
         convert = self.precision_plugin.convert_input
-        step.rank_batch.tokens = convert(step.rank_batch.tokens)
-        step.rank_batch.context = convert(step.rank_batch.context)
-        return step.rank_batch
+        for wave in step.waves:
+            wave.tokens, wave.context = convert(wave.tokens), convert(wave.context)
+        return step.waves[0]
 
     # ---- the step ------------------------------------------------------------------------------------------
 
@@ -255,9 +256,11 @@ class ZelligeStrategy(DDPStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         batch = _rank_batch(args, kwargs)
         if batch is None and self.planned_step is not None:  # a user's hook has put it into something else
-            batch = self.planned_step.rank_batch
+            batch = self.planned_step.waves[0]
         self._phase = "training_step"
         self._timer.start(self.root_device)
+        if self.planned_step is not None and len(self.planned_step.waves) > 1:
+            return train_waves(self, self.planned_step, super().training_step, args, kwargs)
         with self.services.attending(self.lightning_module, batch):
             return super().training_step(*args, **kwargs)
 
@@ -282,6 +285,7 @@ class ZelligeStrategy(DDPStrategy):
 
     def backward(self, *args: Any, **kwargs: Any) -> Tensor:
         self._phase = "backward"
+        release_gradients(self.lightning_module)
         return super().backward(*args, **kwargs)
 
     def post_backward(self, closure_loss: Tensor) -> None:
@@ -327,7 +331,7 @@ class ZelligeStrategy(DDPStrategy):
         """What this rank raises for `error`, see `FailureBoard`."""
         if self._services is None:
             return error
-        step = self.planned_step.rank_batch.global_batch.step if self.planned_step is not None else None
+        step = self.planned_step.batch.step if self.planned_step is not None else None
         resolved = self._services.failures.resolve(error, self._phase, step)
         self._alone = (
             self.world_size > 1 and isinstance(error, Exception) and not getattr(error, "agreed", False)

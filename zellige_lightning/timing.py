@@ -40,16 +40,20 @@ class StepTimer:
 
 def record_of(step: PlannedStep, wall_us: list[int], busy_us: list[int]) -> StepRecord:
     """The record of a step, from the times of all ranks."""
-    plan, batch = step.rank_batch.plan, step.rank_batch.global_batch
+    plans = [wave.plan for wave in step.waves]
+    longest = max(step.waves, key=lambda wave: wave.plan.makespan_us)
+    loads = [sum(loads) for loads in zip(*(plan.loads_us for plan in plans), strict=True)]
     return StepRecord(
-        step=batch.step,
-        batch=batch,
-        plan=plan,
-        predicted_us=plan.predicted_us,
+        step=step.batch.step,
+        batch=step.batch,
+        plan=longest.plan,
+        predicted_us=sum(plan.predicted_us for plan in plans),
         measured_us=max(1, *wall_us),
-        imbalance=plan.imbalance,
+        imbalance=max(loads) * len(loads) / max(1, sum(loads)),
         measured_imbalance=max(busy_us) * len(busy_us) / max(1, sum(busy_us)),
-        num_splits=plan.num_splits,
+        num_splits=sum(plan.num_splits for plan in plans),
         solve_ms=step.prepare_ms,
         exposed_ms=step.exposed_ms,
+        num_waves=len(plans),
+        wave=longest.global_batch if len(plans) > 1 else None,
     )

@@ -60,9 +60,7 @@ def key_gradients_not_reduced() -> Undo:
 
 def rope_restarts_per_shard() -> Undo:
     original = batch_module.positions_of
-    return _patch(
-        batch_module, "positions_of", lambda tokens, grid: original(range(len(tokens)), grid)
-    )
+    return _patch(batch_module, "positions_of", lambda tokens, grid: original(range(len(tokens)), grid))
 
 
 def noise_seeded_by_rank() -> Undo:

@@ -44,7 +44,9 @@ class UserDiT(nn.Module):
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
         rates = torch.tensor([1.0, 0.3], dtype=tokens.dtype)
-        angle = (positions.to(tokens.dtype) @ torch.tensor([[0.7], [0.2], [0.05]], dtype=tokens.dtype)) * rates
+        angle = (
+            positions.to(tokens.dtype) @ torch.tensor([[0.7], [0.2], [0.05]], dtype=tokens.dtype)
+        ) * rates
         x, condition = self.embed(tokens), self.condition(condition)
         for block in self.blocks:
             if self.checkpointing:

@@ -22,7 +22,7 @@ from tests.lightning.toy import (
 )
 from zellige_lightning import ZelligeStrategy, preparation
 from zellige_lightning.monitor import MakespanMonitor
-from zellige_lightning.placement import GlobalBatch, Plan
+from zellige_lightning.placement import GlobalBatch
 from zellige_lightning.report.records import summary
 
 STEP_S = 0.08
@@ -34,12 +34,12 @@ class Observed:
     def __init__(self, planner: Any, delay_s: float, last_step: int) -> None:
         self._planner, self._delay_s, self._last_step = planner, delay_s, last_step
 
-    def plan(self, batch: GlobalBatch) -> Plan:
+    def plan_waves(self, batch: GlobalBatch) -> Any:
         STARTED.setdefault(batch.step, threading.Event()).set()
         time.sleep(self._delay_s)
         if batch.step >= self._last_step:
             raise RuntimeError("a batch that nobody trains was planned, and failed")
-        return self._planner.plan(batch)  # type: ignore[no-any-return]
+        return self._planner.plan_waves(batch)
 
 
 STARTED: dict[int, threading.Event] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from zellige_lightning.errors import ConfigError, DataError
 
@@ -129,6 +129,11 @@ class GlobalBatch:
         """A batch of (key, bucket) pairs that is an accumulation window of its own."""
         sequences = tuple(Sequence(i, key, bucket) for i, (key, bucket) in enumerate(samples))
         return cls(step, epoch, sequences, len(sequences), sum(s.num_tokens for s in sequences))
+
+    def part(self, members: Iterable[int]) -> GlobalBatch:
+        """Some of its sequences, indexed anew, in the same accumulation window: a wave."""
+        sequences = tuple(replace(self.sequences[member], index=i) for i, member in enumerate(members))
+        return replace(self, sequences=sequences)
 
     @property
     def num_tokens(self) -> int:

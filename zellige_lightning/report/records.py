@@ -15,13 +15,15 @@ class StepRecord:
 
     Args:
         step: number of the global batch.
-        batch: what was placed; plan: where.
+        batch: what was placed; plan: where, of the longest wave if it took several.
         predicted_us: largest predicted rank load plus the fixed step cost.
         measured_us: the slowest rank's own time in forward and backward.
         imbalance, measured_imbalance: largest over mean rank time, predicted and measured (1.0 is ideal).
         num_splits: sequences that run on more than one rank.
         solve_ms: time to plan, model build included.
         exposed_ms: the part of planning and its exchange that training waited for.
+        num_waves: planned parts that the batch was trained in, one after the other.
+        wave: the part that `plan` places; None where the batch is trained at once.
     """
 
     step: int
@@ -34,6 +36,13 @@ class StepRecord:
     num_splits: int
     solve_ms: float
     exposed_ms: float
+    num_waves: int = 1
+    wave: GlobalBatch | None = None
+
+    @property
+    def placed(self) -> GlobalBatch:
+        """What `plan` places."""
+        return self.wave or self.batch
 
     @property
     def keys(self) -> tuple[str, ...]:

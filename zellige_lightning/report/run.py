@@ -41,12 +41,12 @@ def _in_short(figures: Mapping[str, float]) -> str:
 def draw_plan(table: ProfileTable, topology: Topology, records: Rows[StepRecord], folder: Path) -> Path:
     """Writes the picture of the plan that shows most; returns its path."""
     record = max(records, key=_interest)
-    prices = prices_of(record.plan, record.batch, table, topology)
-    return plan_picture(record.plan, record.batch, folder / "plan.png", prices)
+    prices = prices_of(record.plan, record.placed, table, topology)
+    return plan_picture(record.plan, record.placed, folder / "plan.png", prices)
 
 
 def _interest(record: StepRecord) -> tuple[int, int]:
     """Split videos first, then images beside them."""
-    videos = [sequence.bucket.is_video for sequence in record.batch.sequences]
+    videos = [sequence.bucket.is_video for sequence in record.placed.sequences]
     splits = [not option.config.is_whole for option in record.plan.options]
     return sum(map(all, zip(videos, splits, strict=True))), videos.count(False)
