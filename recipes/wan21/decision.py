@@ -18,6 +18,8 @@ from zellige_lightning.recipes.wan21.manifest import UNFIT, UNREADABLE, MediaIte
 from zellige_lightning.recipes.wan21.pictures import covering_size, decode_image, fit
 from zellige_lightning.recipes.wan21.probe import Caps, Probe, probe
 
+_LISTED = 1000  # lines of a list in a message
+
 
 @dataclass(frozen=True)
 class Decision:
@@ -186,7 +188,8 @@ def check_unreadable(decisions: Iterable[Decision], total: int, limit: float) ->
     """Raises `DataError` with the list if more than `limit` of `total` media cannot be read."""
     bad = [d for d in decisions if d.kind == UNREADABLE]
     if len(bad) > limit * total:
-        listed = "\n".join(f"    {d.name}: {d.reason}" for d in bad)
+        listed = "\n".join(f"    {d.name}: {d.reason}" for d in bad[:_LISTED])
+        listed += f"\n    and {len(bad) - _LISTED} more" if len(bad) > _LISTED else ""
         raise DataError(
             f"{len(bad)} of {total} media cannot be read, more than the limit of {limit:.2%}:\n{listed}",
             fix="repair or remove these files, or raise --max-unreadable",

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from zellige_lightning.errors import ZelligeError
+from zellige_lightning.errors import DataError, ZelligeError
 from zellige_lightning.recipes.wan21.buckets import BucketRules
 from zellige_lightning.recipes.wan21.codec import LatentCodec
 from zellige_lightning.recipes.wan21.decision import Decision, check_unreadable, skipped, summary
@@ -67,8 +68,8 @@ def _encode_missing(
     with Decoder(workers, rules, caps_of(args), pixels=True) as decoder:
         for count, done in enumerate(decoder.run(job.missing), start=1):
             if done.pixels is not None and done.sha256 is not None:
-                latents, words = codec.encode(done.pixels), text.encode(done.item.caption)
-                job.add(done.item, done.decision, done.sha256, latents, words)
+                latents = _latents(codec, done.pixels, done.decision)
+                job.add(done.item, done.decision, done.sha256, latents, text.encode(done.item.caption))
             else:
                 job.skip(done.decision)
                 unusable.append(done.decision)
@@ -83,6 +84,16 @@ def _encode_missing(
                     f"{_who(job.rank)}{count} of {len(job.missing)}, {rate:.2f}/s, {left:.0f} s left",
                     flush=True,
                 )
+
+
+def _latents(codec: LatentCodec, pixels: Tensor, decision: Decision) -> Tensor:
+    try:
+        return codec.encode(pixels)
+    except torch.OutOfMemoryError as error:
+        raise DataError(
+            f"{decision.name!r} in bucket {decision.bucket} does not fit into the memory of the GPU",
+            fix="choose smaller --resolutions, --vae-dtype bfloat16, or a larger GPU; the rest is kept",
+        ) from error
 
 
 def _device(name: str | None, rank: Rank) -> torch.device:

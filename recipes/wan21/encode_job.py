@@ -18,6 +18,7 @@ import hashlib
 import json
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ from zellige_lightning.recipes.wan21.tensor_files import write_text
 
 SETTINGS = "settings.json"
 SHARD_BYTES = 256 << 20
+_TORN_AFTER_S = 3600.0
 
 
 class EncodeJob:
@@ -74,6 +76,7 @@ class EncodeJob:
         self.share = items[rank.rank :: rank.world_size]
         self._skipped = folder / "skipped" / f"{rank.rank}-of-{rank.world_size}.jsonl"
         self._forget_skipped()
+        self._forget_torn_files()
         done = self._done()
         self._parts = {item.key: self._part(item.key) for item in self.share if done.get(item.key) == "parts"}
         self.missing = [item for item in self.share if item.key not in done]
@@ -95,6 +98,13 @@ class EncodeJob:
         for path in self._skipped.parent.glob("*.jsonl"):
             if not path.name.endswith(f"-of-{self.rank.world_size}.jsonl"):
                 path.unlink(missing_ok=True)
+
+    def _forget_torn_files(self) -> None:
+        """What kills within a write have left. Other ranks may be writing now, but none for an hour."""
+        for path in [*self.folder.glob(".*.safetensors.*"), *self.folder.glob("parts/.*.safetensors.*")]:
+            with suppress(FileNotFoundError):
+                if time.time() - path.stat().st_mtime > _TORN_AFTER_S:
+                    path.unlink()
 
     def _part(self, key: str) -> Path:
         return self.folder / "parts" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.safetensors"

@@ -31,8 +31,10 @@ def read_checkpoint(path: Path, *, unsafe_pickle: bool = False) -> Mapping[str, 
         DataError: missing, damaged, or with other objects while `unsafe_pickle` is off.
     """
     if not path.is_file():
+        what = "a folder: a sharded checkpoint" if path.is_dir() else "no file"
         raise DataError(
-            f"checkpoint {path.name!r} is no file", fix="give the .ckpt file that the trainer wrote"
+            f"checkpoint {path.name!r} is {what}",
+            fix="give a .ckpt file; convert a sharded checkpoint into one first",
         )
     try:
         checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=not unsafe_pickle)

@@ -6,13 +6,14 @@ import hashlib
 import io
 import os
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import IO, Any
 
 from zellige_lightning.errors import DataError
 
-# Why something was left out: it cannot be read; it does not suit the buckets; the listing has no use for it.
-UNREADABLE, UNFIT, UNLISTED = "unreadable", "unfit", "unlisted"
+# Why something was left out: it cannot be read; it does not suit the buckets; a table names it and it is not
+# there; the listing has no use for it.
+UNREADABLE, UNFIT, MISSING, UNLISTED = "unreadable", "unfit", "missing", "unlisted"
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ class Listing:
         if not caption and self.missing_caption == "skip":
             self.skip(item.name, f"no caption ({expected_caption})")
         else:
-            self.items.append(MediaItem(**{**item.to_json(), "caption": caption}))
+            self.items.append(replace(item, caption=caption))
 
     def skip(self, name: str, reason: str, kind: str = UNLISTED) -> None:
         self.skipped.append(Skip(name, reason, kind))

@@ -158,7 +158,10 @@ def _scan(container: av.container.InputContainer, stream: av.VideoStream, caps: 
     first, base = None, float(stream.time_base or 0.0)
     ends: float = 0.0
     decoded = False
-    for packet in container.demux(stream):
+    for packet in container.demux(stream):  # the last one is empty: it makes the decoder give what it holds
+        if not decoded:
+            for frame in packet.decode():
+                decoded, scan.turned = True, round(frame.rotation / 90) % 2 == 1
         if packet.size == 0:
             continue
         scan.count += 1
@@ -168,9 +171,6 @@ def _scan(container: av.container.InputContainer, stream: av.VideoStream, caps: 
         if time is not None:
             first = time if first is None else min(first, time)
             ends = max(ends, (time + (packet.duration or 0)) * base)
-        if not decoded:
-            for frame in packet.decode():
-                decoded, scan.turned = True, round(frame.rotation / 90) % 2 == 1
     if not decoded or first is None:
         raise DataError("no picture of it can be decoded")
     scan.end_s = ends - first * base

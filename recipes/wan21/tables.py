@@ -15,7 +15,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from zellige_lightning.errors import ConfigError, DataError
 from zellige_lightning.recipes.wan21.containers import VIDEO_SUFFIXES
-from zellige_lightning.recipes.wan21.manifest import UNREADABLE, Listing, MediaItem
+from zellige_lightning.recipes.wan21.manifest import MISSING, Listing, MediaItem
 
 SUFFIXES = (".csv", ".tsv", ".json", ".jsonl", ".parquet")
 Row = Mapping[str, Any]
@@ -111,10 +111,10 @@ def _add_row(listing: Listing, row: Row, columns: Columns, files: _Files, where:
             path = files.find(video, anywhere=True)  # the whole video, from which the clip is cut here
             start_s, end_s = _time_range(row.get(columns.time_range or ""))
     except LookupError as error:
-        listing.skip(name, str(error), UNREADABLE)
+        listing.skip(name, str(error))
         return
     if path is None:
-        listing.skip(name, "the file does not exist below the media root", UNREADABLE)
+        listing.skip(name, "the file does not exist below the media root", MISSING)
         return
     cut = f"@{start_s:.3f}-{end_s:.3f}" if end_s is not None else ""
     item = MediaItem(

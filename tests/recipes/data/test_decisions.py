@@ -113,6 +113,15 @@ def test_a_header_that_counts_one_more_is_a_note(tmp_path: Path) -> None:
     assert wrong.kind == "unreadable"
 
 
+@pytest.mark.parametrize("num_frames", [1, 2, 6])
+def test_pictures_that_a_decoder_holds_back_count(tmp_path: Path, num_frames: int) -> None:
+    """H.264 gives its first picture only after some more, or at the end."""
+    path = write_clip(tmp_path / "a.mp4", num_frames, codec="libx264")
+    decision = decided(path, rules((5,), repeat_last=4))
+    assert (decision.source_frames, decision.frames_retimed) == (num_frames, num_frames)
+    assert pixels_of(item_of(path), rules((5,), repeat_last=4)).shape == (3, 5, 64, 64)
+
+
 def test_slow_files_repeat_pictures_and_say_so(tmp_path: Path) -> None:
     decision = decided(write_clip(tmp_path / "a.mp4", 9, rate=8), rules((17,)))
     assert (decision.source_frames, decision.frames_kept) == (9, 17)

@@ -37,7 +37,10 @@ def test_kill_and_rerun_encodes_only_the_rest(
     process.send_signal(signal.SIGKILL)
     process.communicate()
     parts = tmp_path / "out" / "parts"
-    (parts / ".torn.safetensors.123").write_bytes(b"half")  # what a kill within a write leaves
+    torn = [parts / ".a.safetensors.123", tmp_path / "out" / ".shard-b.safetensors.123"]
+    for path in torn:  # what kills within a write leave
+        path.write_bytes(b"half")
+        os.utime(path, (0, 0))
     finished = [row for part in parts.glob("*.safetensors") for row in read_rows(part)]
     if (tmp_path / "out" / "manifest.parquet").exists():
         pytest.fail("it was over before it was killed")
@@ -46,6 +49,7 @@ def test_kill_and_rerun_encodes_only_the_rest(
     calls = count_encodes(monkeypatch)
     encode(images)
     assert len(calls) == 9 - len(finished)
+    assert not any(path.exists() for path in torn)
     encode(images, out="unbroken")
     assert contents(tmp_path / "out") == contents(tmp_path / "unbroken")
     assert len(calls) == 9 - len(finished) + 9
