@@ -26,15 +26,33 @@ HAS_NUMBA = numba is not None
 
 def compiled(kernel: Kernel) -> Kernel:
     """`nogil`, so that planning in a background thread never stalls the training thread. The compiled code is
-    kept on disk where the package folder or numba's cache folder is writable."""
+    kept on disk where the package folder or numba's cache folder is writable; else each process compiles."""
     if numba is None:
         return kernel
     fast: Kernel
     try:
         fast = numba.njit(nogil=True, cache=True)(kernel)
+        _tolerate_full_disks(fast)
     except RuntimeError:  # no writable cache folder
         fast = numba.njit(nogil=True)(kernel)
     return fast
+
+
+def _tolerate_full_disks(kernel: Any) -> None:
+    """A cache file that cannot be read or written costs a compilation, not the step that needs the kernel."""
+    cache = kernel._cache
+    load, save = cache.load_overload, cache.save_overload
+
+    def load_or_compile(*arguments: Any) -> Any:
+        with suppress(OSError, EOFError):
+            return load(*arguments)
+        return None
+
+    def save_or_forget(*arguments: Any) -> None:
+        with suppress(OSError):
+            save(*arguments)
+
+    cache.load_overload, cache.save_overload = load_or_compile, save_or_forget
 
 
 def buffer(values: Iterable[int]) -> Any:

@@ -55,7 +55,8 @@ def make_planner(
         cap_mib: memory that sequences may take on one rank, M_cap.
 
     Raises:
-        ConfigError: a cap below 1 MiB, or a family with too many process groups per rank.
+        ConfigError: a cap below 1 MiB, a family with too many process groups per rank, or a rival's layout
+            that the world or the heads do not allow.
     """
     if not is_int(cap_mib, 1):
         raise ConfigError(f"memory cap of {cap_mib!r} MiB per rank", fix="set planner.memory_cap_gib above 0")
@@ -63,7 +64,10 @@ def make_planner(
     check_family(topology, config.family, degrees, config.max_groups_per_rank)
     menu_type = PolicyMenu if config.name in POLICIES else OptionMenu
     menu = menu_type(table, memory, topology, num_heads, cap_mib, config.family, config.max_degree)
-    return BatchPlanner(config, menu)
+    planner = BatchPlanner(config, menu)
+    if config.name in POLICIES:
+        planner.prepare()  # says now what is wrong with a rival's layout
+    return planner
 
 
 Solve = Callable[[PlacementProblem, Brief], Solution]
