@@ -126,7 +126,7 @@ class BucketRules:
         ordered = sorted(self.resolutions, key=lambda r: r.area, reverse=True)
         open_to = [r for r in ordered if height * width >= self.min_area * r.area]
         if not open_to:
-            raise Unfit(f"{height}x{width} pixels are fewer than {self.min_area:g} of {ordered[-1].name}")
+            raise Unfit(f"fewer pixels than {self.min_area:g} of {ordered[-1].name} ({height}x{width})")
         for resolution in open_to:
             frames = [n for n in resolution.frames if self._allows(n, num_frames, is_video)]
             if frames:
@@ -142,13 +142,14 @@ class BucketRules:
         counts = sorted({n for r in open_to for n in r.frames if n > 1})
         if not is_video or not counts:
             return f"{names} take no {'videos' if is_video else 'images'}"
-        return f"{num_frames} frames at {self.fps:g} fps, the shortest bucket of {names} has {counts[0]}"
+        return f"shorter than {counts[0]} frames, the least of {names} ({num_frames} at {self.fps:g} fps)"
 
     def _nearest(self, resolution: Resolution, height: int, width: int) -> Size:
         sizes = self.sizes(resolution)
         size = min(sizes, key=lambda s: abs(math.log((s[1] / s[0]) / (width / height))))
         if (share := crop_share((height, width), size)) > self.max_crop:
-            raise Unfit(f"{share:.0%} of {height}x{width} would be cut off to make {size[0]}x{size[1]}")
+            cut = f"{share:.0%} of {height}x{width} for {size[0]}x{size[1]}"
+            raise Unfit(f"more than {self.max_crop:.0%} would be cut off ({cut})")
         return size
 
     def only(self, names: list[str]) -> BucketRules:

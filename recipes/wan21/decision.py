@@ -103,6 +103,8 @@ def decide(item: MediaItem, rules: BucketRules, caps: Caps) -> tuple[Decision, P
 def refused(item: MediaItem, error: Exception) -> Decision:
     """The row of a medium that cannot be read."""
     reason = error.message if isinstance(error, DataError) else str(error)
+    for prefix in ("clip", "image"):
+        reason = reason.removeprefix(f"{prefix} {item.name!r} ")  # the row names it already
     return Decision(item.name, item.key, reason=reason, kind=UNREADABLE)
 
 
@@ -110,7 +112,7 @@ def _with_rates(reason: str, found: Probe, rules: BucketRules) -> str:
     if not found.is_video:
         return reason
     source = f"{found.source_frames} frames at {found.source_fps:.4g} fps"
-    return f"{reason} (the file: {source}; re-timed to {rules.fps:g} fps: {found.num_frames} frames)"
+    return f"{reason} (the file: {source}; re-timed to {rules.fps:g} fps: {found.num_frames})"
 
 
 def _fitting(found: Probe, shape: Shape) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import IO
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 from zellige_lightning.errors import DataError
@@ -35,6 +35,8 @@ def decode_image(medium: Path | IO[bytes], name: str | None = None) -> Tensor:
             rgb = _to_rgb(ImageOps.exif_transpose(image))
     except FileNotFoundError as error:
         raise DataError(f"image {name!r} does not exist", fix="correct its path in the data set") from error
+    except UnidentifiedImageError as error:
+        raise DataError(f"image {name!r} cannot be read: unknown format", fix="convert the file") from error
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise DataError(
             f"image {name!r} cannot be read: {error}", fix="replace or remove the file"

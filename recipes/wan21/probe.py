@@ -7,7 +7,7 @@ from pathlib import PurePosixPath
 from typing import IO
 
 import av
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from zellige_lightning.errors import ConfigError, DataError
 from zellige_lightning.recipes.wan21.clips import open_clip
@@ -117,6 +117,8 @@ def _probe_image(file: IO[bytes], content: Content, caps: Caps) -> Probe:
             notes = (f"{image.mode} made RGB",) if image.mode != "RGB" else ()
             if image.getexif().get(_ORIENTATION) in _TURNED_BY_EXIF:
                 height, width = width, height
+    except UnidentifiedImageError as error:
+        raise DataError("cannot be read: unknown or damaged format") from error
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise DataError(f"cannot be read: {error}") from error
     return Probe(content, height, width, notes=notes)

@@ -63,8 +63,8 @@ def test_real_clips_with_the_published_buckets() -> None:
     assert bunny.resized == bunny.cropped == ""
     assert not phone.kept
     assert phone.kind == "unfit"
-    assert "144x193 pixels are fewer than 0.8 of 256p" in phone.reason
-    assert "120 frames at 29.97 fps; re-timed to 16 fps: 64 frames" in phone.reason
+    assert "fewer pixels than 0.8 of 256p (144x193)" in phone.reason
+    assert "120 frames at 29.97 fps; re-timed to 16 fps: 64" in phone.reason
 
 
 def test_real_images_in_many_shapes() -> None:
@@ -131,8 +131,8 @@ def test_slow_files_repeat_pictures_and_say_so(tmp_path: Path) -> None:
 def test_clips_too_short_after_retiming_say_both_rates(tmp_path: Path) -> None:
     decision = decided(write_clip(tmp_path / "a.mp4", 24, rate=24), rules((1, 33)))
     assert decision.reason == (
-        "16 frames at 16 fps, the shortest bucket of r has 33"
-        " (the file: 24 frames at 24 fps; re-timed to 16 fps: 16 frames)"
+        "shorter than 33 frames, the least of r (16 at 16 fps)"
+        " (the file: 24 frames at 24 fps; re-timed to 16 fps: 16)"
     )
     assert decision.kind == "unfit"
 

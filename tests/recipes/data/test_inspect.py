@@ -68,7 +68,7 @@ def test_the_command_fails_where_training_would(tmp_path: Path, capsys: pytest.C
     small.with_suffix(".txt").write_text("c")
     with pytest.raises(SystemExit, match="no medium is kept"):
         main([str(tmp_path), "--buckets", "small", "--workers", "1"])
-    assert "16x16 pixels are fewer" in capsys.readouterr().out
+    assert "fewer pixels than 0.8 of 64p (16x16)" in capsys.readouterr().out
     (tmp_path / "b.mp4").write_bytes(b"")
     (tmp_path / "b.txt").write_text("c")
     with pytest.raises(SystemExit, match=r"1 of 2 media cannot be read[\s\S]*b\.mp4: the file is empty"):

@@ -83,7 +83,7 @@ def test_unreadable_media_stop_at_the_limit_and_lose_nothing(
         reasons = {row["name"]: row["reason"] for row in csv.DictReader(file) if row["reason"]}
     assert reasons == {
         "x.mp4": "named as a video (.mp4), it is an image (PNG)",
-        "y.mp4": "clip 'y.mp4' cannot be decoded: End of file",
+        "y.mp4": "cannot be decoded: End of file",
         "z.mp4": "the file is empty (0 bytes)",
     }
     shutil.copy(clip, images / "y.mp4")  # repaired: only this is encoded, by the next run
@@ -98,7 +98,7 @@ def test_no_usable_sample_is_an_error_with_reasons(tmp_path: Path, encode: Comma
     captioned(write_image(folder / "a.png", (16, 16)))
     with pytest.raises(SystemExit, match=r"none of 1 media could be used"):
         encode(folder)
-    assert "fewer than 0.8 of 64p" in (tmp_path / "out" / "decisions.csv").read_text()
+    assert "fewer pixels than 0.8 of 64p (16x16)" in (tmp_path / "out" / "decisions.csv").read_text()
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_loaded(

@@ -107,6 +107,7 @@ def test_what_changed_is_encoded_again_and_nothing_else(
     assert all(after[f"{i}.png"] == before[f"{i}.png"] for i in (0, 3, 5, 6, 7, 8))
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_soon_and_can_be_continued(tmp_path: Path, tiny_buckets: Path) -> None:
     folder = tmp_path / "clips"
     folder.mkdir()

@@ -257,6 +257,7 @@ def growth_while_saving_and_loading(rank: int, folder: str) -> list[float]:
     return [size, (saved - before) / size]
 
 
+@pytest.mark.slow
 def test_saving_never_holds_a_second_copy(tmp_path: Path) -> None:
     ((size, growth),) = run_distributed(growth_while_saving_and_loading, 1, str(tmp_path), timeout_s=300)
     assert size > 300e6
