@@ -50,6 +50,7 @@ def test_runs_where_torch_and_lightning_are_not_installed(tmp_path: Path) -> Non
         "knapformer",
         "disjoint",
     }
+    assert data["adaptive_load_sampler"]["video-720p-10s"] == 1 < data["adaptive_load_sampler"]["image-720p"]
     assert data["constants"]["split_launch_us"][1].startswith("free constant")
 
 
