@@ -34,7 +34,7 @@ def test_shapes_and_registrations_are_those_that_pytorch_expects(dtype: torch.dt
     """PyTorch's own checks: schema, shape functions, derivative, and traced as in compilation."""
     engine = CoalescedAttentionEngine()
     q, k, v = (x.detach().to(dtype).requires_grad_() for x in inputs(engine))
-    schedule_id = engine._current
+    schedule_id = engine._require_current().schedule_id
     assert schedule_id is not None
     torch.library.opcheck(torch.ops.zellige.attention.default, (q, k, v, schedule_id, 0.5, engine.handle))
 

@@ -15,8 +15,11 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
+from torch._dynamo.eval_frame import OptimizedModule
 
 from zellige_lightning.engine.engine import CoalescedAttentionEngine
+from zellige_lightning.engine.routing import current_engine
+from zellige_lightning.errors import EngineError
 
 
 class _RecomputeHere(torch.autograd.Function):
@@ -36,7 +39,8 @@ class _RecomputeHere(torch.autograd.Function):
 def checkpoint(
     function: Callable[..., Tensor], *args: Any, engine: CoalescedAttentionEngine | None = None
 ) -> Tensor:
-    """`function(*args)` without keeping its activations; they are recomputed in backward.
+    """`function(*args)` without keeping its activations; they are recomputed in backward, except the attention
+    of the sequences that the engine was told to keep.
 
     Args:
         function: a region of the model that returns one tensor; a whole layer, or any part of one.
@@ -44,13 +48,22 @@ def checkpoint(
 
     Returns:
         What `function` returns.
-    """
-    from zellige_lightning.engine.routing import current_engine
 
+    Raises:
+        EngineError: `function` is compiled. Compile around the checkpoint, not inside it.
+    """
+    if hasattr(function, "_torchdynamo_orig_callable") or isinstance(function, OptimizedModule):
+        raise EngineError(
+            "a compiled function is checkpointed",
+            fix="compile what encloses the checkpoint: torch.compile(layer_that_calls_checkpoint)",
+        )
     engine = engine or current_engine()
 
     def region(*inputs: Any) -> Tensor:
         return _RecomputeHere.apply(function(*inputs))
 
-    options: dict[str, Any] = {"context_fn": engine.checkpoint_contexts} if engine is not None else {}
+    options: dict[str, Any] = {}
+    if engine is not None:
+        compiling = torch.compiler.is_compiling()
+        options["context_fn"] = engine.selective_contexts if compiling else engine.checkpoint_contexts
     return torch.utils.checkpoint.checkpoint(region, *args, use_reentrant=False, **options)

@@ -9,16 +9,19 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from zellige_lightning.engine import operator
 from zellige_lightning.engine.attention import InFlight, SplitAttention, WholePack
 from zellige_lightning.engine.collectives import Counters, GroupTransport
 from zellige_lightning.engine.groups import ProcessGroupCache
 from zellige_lightning.engine.packing import accumulation_dtype
+from zellige_lightning.engine.saving import Slices, divide
 from zellige_lightning.errors import EngineError
 from zellige_lightning.placement import RankSchedule
 
@@ -40,20 +43,37 @@ class _Lowered:
                 self.split.append((rows, SplitAttention(block, schedule.rank, transport, counters)))
 
 
+@dataclass(frozen=True)
+class _Current:
+    """What is installed: the whole schedule, and its parts where some of its attention is kept."""
+
+    schedule_id: Tensor
+    parts: tuple[tuple[Tensor, Slices], ...] = ()
+
+
 class CoalescedAttentionEngine:
     """Attention over a rank's packed tokens, following the schedule that is installed.
 
     Args:
         groups: process groups of the legal family; None on a single rank.
         max_schedules: schedules kept for backwards that come later than the next `install`.
+        keep_when_compiled: whether compiled checkpointed regions keep all attention; a graph serves every
+            plan, so it cannot keep some sequences only.
     """
 
-    def __init__(self, groups: ProcessGroupCache | None = None, max_schedules: int = 256) -> None:
+    def __init__(
+        self,
+        groups: ProcessGroupCache | None = None,
+        max_schedules: int = 256,
+        keep_when_compiled: bool = False,
+    ) -> None:
+        self.keep_when_compiled = keep_when_compiled
         self.counters = Counters()
         self._transport = GroupTransport(groups, self.counters) if groups is not None else None
         self._lowered: OrderedDict[int, _Lowered] = OrderedDict()
         self._max_schedules = max_schedules
-        self._current: Tensor | None = None
+        self._kept: set[int] = set()
+        self._current: _Current | None = None
         self._next_id = 0
         self.handle = operator.register(self)
 
@@ -69,26 +89,43 @@ class CoalescedAttentionEngine:
     @property
     def schedule(self) -> RankSchedule:
         """The installed schedule."""
-        return self._find(self._require_current()).schedule
+        return self._find(self._require_current().schedule_id).schedule
 
-    def install(self, schedule: RankSchedule) -> None:
+    def install(self, schedule: RankSchedule, kept: frozenset[int] = frozenset()) -> None:
         """Make `schedule` the current one. Checkpointed regions that were entered under another one still
-        recompute under theirs."""
-        self._lowered[self._next_id] = _Lowered(schedule, self._transport, self.counters)
-        self._current = torch.tensor([self._next_id])
-        self._next_id += 1
+        recompute under theirs.
+
+        Args:
+            kept: sequences whose attention output `checkpoint` keeps instead of recomputing it; the same on
+                all ranks, since what is kept exchanges nothing again.
+        """
+        parts = divide(schedule, kept)
+        if len(parts) == 1:
+            ((_, _, keep),) = parts
+            self._current = _Current(self._register(schedule, keep))
+        else:
+            divided = tuple((self._register(part, keep), slices) for part, slices, keep in parts)
+            self._current = _Current(self._register(schedule, False), divided)
         while len(self._lowered) > self._max_schedules:
-            self._lowered.popitem(last=False)
+            self._kept.discard(self._lowered.popitem(last=False)[0])
+
+    def _register(self, schedule: RankSchedule, keep: bool) -> Tensor:
+        schedule_id = self._next_id
+        self._next_id += 1
+        self._lowered[schedule_id] = _Lowered(schedule, self._transport, self.counters)
+        if keep:
+            self._kept.add(schedule_id)
+        return torch.tensor([schedule_id])
 
     def uninstall(self) -> None:
         """Forget the current schedule; those needed by a pending backward stay."""
         self._current = None
 
     @contextmanager
-    def installed(self, schedule: RankSchedule) -> Iterator[None]:
+    def installed(self, schedule: RankSchedule, kept: frozenset[int] = frozenset()) -> Iterator[None]:
         """`schedule` for the duration of a block, then the previous one."""
         previous = self._current
-        self.install(schedule)
+        self.install(schedule, kept)
         try:
             yield
         finally:
@@ -108,12 +145,19 @@ class CoalescedAttentionEngine:
             EngineError: another number of tokens than scheduled, or heads that a head split does not divide.
             CollectiveError: a peer is gone or late.
         """
-        schedule_id = self._require_current()
+        current = self._require_current()
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        out, _ = operator.attention(q, k, v, schedule_id, scale, self.handle)
-        return out
+        if not current.parts or torch.compiler.is_compiling():  # a graph must not depend on the division
+            return operator.attention(q, k, v, current.schedule_id, scale, self.handle)[0]
+        _check(self.schedule, q, k, v)
+        pieces: list[tuple[slice, Tensor]] = []
+        for schedule_id, slices in current.parts:
+            rows = [torch.cat([x[s] for s in slices]) if len(slices) > 1 else x[slices[0]] for x in (q, k, v)]
+            part, _ = operator.attention(*rows, schedule_id, scale, self.handle)
+            pieces += zip(slices, part.split([s.stop - s.start for s in slices]), strict=True)
+        return torch.cat([piece for _, piece in sorted(pieces, key=lambda p: p[0].start)])
 
-    def _require_current(self) -> Tensor:
+    def _require_current(self) -> _Current:
         if self._current is None:
             raise EngineError(
                 "no schedule is installed",
@@ -132,18 +176,37 @@ class CoalescedAttentionEngine:
 
     def checkpoint_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """(forward, recompute) contexts for `torch.utils.checkpoint`: recompute under the schedule of
-        forward."""
+        forward, without the attention that was kept."""
         at_forward = self._current
+        saving: AbstractContextManager[None] = nullcontext()
+        cached: AbstractContextManager[None] = nullcontext()
+        if at_forward is not None and (at_forward.parts or int(at_forward.schedule_id) in self._kept):
+            saving, cached = self.selective_contexts()  # these see every operation, so they are not free
 
         @contextmanager
         def recompute() -> Iterator[None]:
             previous, self._current = self._current, at_forward
             try:
-                yield
+                with cached:
+                    yield
             finally:
                 self._current = previous
 
-        return nullcontext(), recompute()
+        return saving, recompute()
+
+    def selective_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """(forward, recompute) contexts that keep the attention of kept sequences; traced by the compiler."""
+        contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(self._keep_or_recompute)
+        return contexts
+
+    def _keep_or_recompute(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if op is not torch.ops.zellige.attention.default:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        if torch.compiler.is_compiling() or not isinstance(args[3], Tensor) or args[3].is_meta:
+            keep = self.keep_when_compiled
+        else:
+            keep = int(args[3]) in self._kept
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, schedule_id: Tensor, scale: float
