@@ -70,11 +70,11 @@ def search_problem(problem: PlacementProblem, brief: Brief) -> Solution:
     if not result.cells:
         return _rescue(problem, brief, result)
     solution = _certificate(result, epsilon)
-    is_wide = (
-        result.makespan_us > result.bound_us * (1 + WIDE_GAP) and num_variables(problem) <= MOST_VARIABLES
-    )
-    if solution.statuses[0] == "OPEN" and (is_few or is_wide):
-        solution = _close(problem, brief, solution, result.makespan_us)
+    if solution.statuses[0] == "OPEN":
+        is_wide = result.makespan_us > result.bound_us * (1 + WIDE_GAP)
+        if is_few or (is_wide and num_variables(problem) <= MOST_VARIABLES):
+            limit = CLOSING_LIMIT if is_wide else CLOSING_LIMIT / 5
+            solution = _close(problem, brief, solution, result.makespan_us, limit)
     makespan = max(sums(problem, solution.cells)[0])
     slack = max(makespan, solution.bound_us + int(solution.bound_us * epsilon))
     cells = spare_links(problem, consolidate(problem, solution.cells, slack), slack)
@@ -110,13 +110,15 @@ def _does_not_fit(problem: PlacementProblem, brief: Brief) -> PlanningError:
     return does_not_fit(problem, brief.step)
 
 
-def _close(problem: PlacementProblem, brief: Brief, solution: Solution, makespan_us: int) -> Solution:
+def _close(
+    problem: PlacementProblem, brief: Brief, solution: Solution, makespan_us: int, limit: float
+) -> Solution:
     """CP-SAT's proof where the search's bounds are weak: few sequences that do not divide evenly, and memory
     that must be filled almost exactly. Whatever it proves or finds within its limit is taken."""
     from zellige_lightning.planner.anchors import SolverLimits, place_anchors
 
     epsilon = brief.config.epsilon
-    found = place_anchors(problem, epsilon, SolverLimits(1, CLOSING_LIMIT, brief.config.seed))
+    found = place_anchors(problem, epsilon, SolverLimits(1, limit, brief.config.seed))
     if found.is_certified:
         splits = num_splits(found.cells)
         return Solution(found.cells, found.bound_us, "CP-SAT", found.statuses, splits, solution.nodes)
@@ -134,7 +136,10 @@ def _rescue(problem: PlacementProblem, brief: Brief, result: SearchResult) -> So
     from zellige_lightning.planner.anchors import SolverLimits, place_anchors
     from zellige_lightning.planner.paper import describe
 
-    found = place_anchors(problem, brief.config.epsilon, SolverLimits(1, CPSAT_LIMIT, brief.config.seed))
+    for limit in (CLOSING_LIMIT, CPSAT_LIMIT):  # any placement will do: no long search for a better one
+        found = place_anchors(problem, brief.config.epsilon, SolverLimits(1, limit, brief.config.seed))
+        if found.cells or found.statuses == ("INFEASIBLE",):
+            break
     if found.statuses == ("INFEASIBLE",):
         raise _does_not_fit(problem, brief)
     if not found.cells:
