@@ -82,7 +82,7 @@ def main() -> None:
     options = parser.parse_args()
     rivals = QUICK_RIVALS if options.quick else ALL_RIVALS
     batches = DOMINATED + MIXED
-    measured = measure(options.ranks, batches, rivals, repeats=5 if options.quick else 7)
+    measured = measure(options.ranks, batches, rivals, repeats=4 if options.quick else 7)
     figures = flat_figures(measured, rivals)
     if options.json:
         Path(options.json).write_text(json.dumps(figures, indent=1), encoding="utf-8")
@@ -200,8 +200,8 @@ def report(
         f"**Measured**: {ranks} processes on {len(os.sched_getaffinity(0))} cores ({platform.machine()}, "
         f"{platform.system()}), one core and one thread each, gloo, float32, a two-layer Wan model. "
         f"Makespan by {clock}; "
-        "imbalance from CPU seconds. *predicted* is the profile's, not measured. Nothing here is a GPU's "
-        "speed.",
+        "imbalance from CPU seconds. *predicted* is the profile's, which counts CPU seconds. Nothing here "
+        "is a GPU's speed.",
         "",
         "| batch | policy | makespan s | busiest CPU s | predicted s | over exact | max/mean |",
         "|---|---|---|---|---|---|---|",
