@@ -13,8 +13,11 @@ from torch import Tensor
 
 from zellige_lightning.errors import DataError
 from zellige_lightning.placement import GlobalBatch, Plan, RankSchedule, Segment, Sequence, build_schedule
-from zellige_lightning.placement.sequence import Grid
+from zellige_lightning.placement.schedule import PADDING, padded
+from zellige_lightning.placement.sequence import Bucket, Grid
 from zellige_lightning.sources.base import FieldSpec, TokenSource
+
+PADDING_SEQUENCE = Sequence(PADDING, "padding", Bucket("padding", (1, 1, 2)))
 
 
 @dataclass
@@ -27,6 +30,9 @@ class RankBatch:
         positions: `[T, 3]` int64, absolute (t, y, x) in the sequence's grid. A shard keeps its own positions.
         segment_ids: `[T]` int64, index of the local segment of each token.
         token_weights: `[T]` float64, weight of each token in the loss, see `reduce`.
+
+    A rank with fewer than two tokens or two segments is padded with segments of zeros and weight 0, of the
+    `PADDING_SEQUENCE`, so that it runs the same compiled graph, and the same backward, as the others.
     """
 
     global_batch: GlobalBatch
@@ -44,8 +50,8 @@ class RankBatch:
 
     @property
     def sequences(self) -> list[Sequence]:
-        """The sequence of each local segment."""
-        return [self.global_batch.sequences[s.sequence] for s in self.segments]
+        """The sequence of each local segment; `PADDING_SEQUENCE` for tokens of none."""
+        return [_sequence_of(self.global_batch, s) for s in self.segments]
 
     @property
     def lengths(self) -> list[int]:
@@ -107,10 +113,12 @@ def materialize(
     *,
     accumulation: int = 1,
     loss_reduction: str = "sequence",
+    pad: bool = False,
 ) -> RankBatch:
     """Read exactly the tokens that the plan gives to `rank`.
 
     Args:
+        pad: add segments of weight 0 to a rank that has next to nothing.
         accumulation: micro-batches by which the trainer divides every loss; undone by the weights.
         loss_reduction: `sequence` weighs every sequence alike (weight 1/(S*L_s) per token), `token` every
             token.
@@ -127,17 +135,22 @@ def materialize(
         )
     lengths = [s.num_tokens for s in global_batch.sequences]
     schedule = build_schedule(plan.options, lengths, rank, plan.world_size)
+    schedule = padded(schedule) if pad else schedule
     rows: dict[str, list[Tensor]] = {name: [] for name in source.token_fields}
     context: dict[str, list[Tensor]] = {name: [] for name in source.sequence_fields}
     for segment in schedule.segments:
-        sequence = global_batch.sequences[segment.sequence]
+        sequence = _sequence_of(global_batch, segment)
+        reader = source if sequence is not PADDING_SEQUENCE else _Zeros(source)
         _collect(
-            rows, source.read_tokens(sequence, segment.tokens), source.token_fields, sequence, len(segment)
+            rows, reader.read_tokens(sequence, segment.tokens), source.token_fields, sequence, len(segment)
         )
-        _collect(context, source.read_sequence(sequence), source.sequence_fields, sequence, None)
+        _collect(context, reader.read_sequence(sequence), source.sequence_fields, sequence, None)
     counts = torch.tensor([len(s) for s in schedule.segments], dtype=torch.int64)
     scale = plan.world_size * accumulation
-    weights = [scale / _denominator(global_batch, s, loss_reduction) for s in schedule.segments]
+    weights = [
+        0.0 if s.sequence == PADDING else scale / _denominator(global_batch, s, loss_reduction)
+        for s in schedule.segments
+    ]
     return RankBatch(
         global_batch=global_batch,
         plan=plan,
@@ -145,15 +158,31 @@ def materialize(
         tokens={n: _join(torch.cat, t, source.token_fields[n]) for n, t in rows.items()},
         context={n: _join(torch.stack, t, source.sequence_fields[n]) for n, t in context.items()},
         positions=torch.cat(
-            [
-                positions_of(s.tokens, global_batch.sequences[s.sequence].bucket.grid)
-                for s in schedule.segments
-            ]
+            [positions_of(s.tokens, _sequence_of(global_batch, s).bucket.grid) for s in schedule.segments]
             or [torch.zeros((0, 3), dtype=torch.int64)]
         ),
         segment_ids=torch.repeat_interleave(torch.arange(len(counts)), counts),
         token_weights=torch.repeat_interleave(torch.tensor(weights, dtype=torch.float64), counts),
     )
+
+
+class _Zeros:
+    """Reads zeros in the fields of a source."""
+
+    def __init__(self, source: TokenSource) -> None:
+        self._source = source
+
+    def read_tokens(self, sequence: Sequence, tokens: range) -> dict[str, Tensor]:
+        fields = self._source.token_fields
+        return {n: torch.zeros((len(tokens), *spec.shape), dtype=spec.dtype) for n, spec in fields.items()}
+
+    def read_sequence(self, sequence: Sequence) -> dict[str, Tensor]:
+        fields = self._source.sequence_fields
+        return {n: torch.zeros(spec.shape, dtype=spec.dtype) for n, spec in fields.items()}
+
+
+def _sequence_of(batch: GlobalBatch, segment: Segment) -> Sequence:
+    return PADDING_SEQUENCE if segment.sequence == PADDING else batch.sequences[segment.sequence]
 
 
 def _denominator(batch: GlobalBatch, segment: Segment, loss_reduction: str) -> int:

@@ -10,7 +10,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from zellige_lightning.datamodule import local_batch
-from zellige_lightning.engine import AttentionRouter, varlen_attention
+from zellige_lightning.engine import AttentionRouter, CoalescedAttentionEngine
+from zellige_lightning.engine.routing import engine_of_step
 from zellige_lightning.mixin import CoalescedAttentionMixin
 from zellige_lightning.placement import GlobalBatch
 from zellige_lightning.planner import ModelGeometry
@@ -22,15 +23,24 @@ _MEMORY_TOKENS = 256  # enough that tensors per token outweigh tensors per seque
 
 
 def measure_geometry(
-    module: LightningModule, router: AttentionRouter, trial: TrialStep, shape: AttentionShape
+    module: LightningModule,
+    router: AttentionRouter,
+    trial: TrialStep,
+    shape: AttentionShape,
+    save_attention: str = "none",
 ) -> ModelGeometry:
-    """Coefficients from the allocations of one step of one and of two layers."""
+    """Coefficients from the allocations of one step of one and of two layers.
+
+    Args:
+        save_attention: as `EngineConfig`.
+    """
     assert isinstance(module, CoalescedAttentionMixin)
     layers = layer_list(module, list(module.attention_modules()))
     num_layers = len(layers) if layers is not None else 1
     batch = small_batch((1, 1, _MEMORY_TOKENS))
     depths = (1, 2) if layers is not None and num_layers > 1 else (1,)
-    measured = [_step_memory(copy_module(module, depth), router, batch, trial) for depth in depths]
+    keep_all = save_attention == "all"
+    measured = [_step_memory(copy_module(module, depth), router, batch, trial, keep_all) for depth in depths]
     (resident, peak), last = measured[0], measured[-1]
     per_layer = last[0] - resident if len(measured) > 1 else 0
     total = resident + per_layer * (num_layers - 1)
@@ -42,25 +52,29 @@ def measure_geometry(
         resident_bytes_per_token=max(1, total // _MEMORY_TOKENS),
         transient_bytes_per_token=max(1, max(peak, last[1]) // _MEMORY_TOKENS),
         bytes_per_sequence=0,
+        split_bytes_per_token=saved_bytes_per_token(shape, num_layers) if save_attention == "anchors" else 0,
     )
 
 
+def saved_bytes_per_token(shape: AttentionShape, num_layers: int) -> int:
+    """Attention output and fp32 log-sum-exp that a kept sequence holds per local token, over all layers."""
+    return num_layers * shape.num_heads * (shape.head_dim * shape.element_bytes + 4)
+
+
 def _step_memory(
-    clone: LightningModule, router: AttentionRouter, batch: GlobalBatch, trial: TrialStep
+    clone: LightningModule, router: AttentionRouter, batch: GlobalBatch, trial: TrialStep, keep_all: bool
 ) -> tuple[int, int]:
     """(bytes held from forward to backward, peak above them) of one step, gradients not counted."""
     planned = local_batch(batch, trial.source).to(clone.device)
     gradients = sum(p.numel() * p.element_size() for p in clone.parameters() if p.requires_grad)
-    with router.answered_by(_local_attention), torch.enable_grad():
-        resident, peak = held_and_peak(
-            lambda: trial.loss(clone, planned), lambda loss: loss.backward(), clone.device
-        )
+    engine = CoalescedAttentionEngine()
+    kept = frozenset(range(len(batch.sequences))) if keep_all else frozenset()
+    with router.answered_by(engine), engine_of_step(engine), engine.installed(planned.schedule, kept):
+        with torch.enable_grad():
+            resident, peak = held_and_peak(
+                lambda: trial.loss(clone, planned), lambda loss: loss.backward(), clone.device
+            )
     return resident, max(0, peak - resident - gradients)
-
-
-def _local_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-    """Costs the memory of q, k, v and out, as the engine does."""
-    return varlen_attention(q, k, v, [q.shape[0]], [k.shape[0]], scale)
 
 
 def held_and_peak(

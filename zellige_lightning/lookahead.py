@@ -110,6 +110,7 @@ class StepPreparer:
                     loader.source,
                     accumulation=accumulation,
                     loss_reduction=loader.loss_reduction,
+                    pad=True,
                 )
                 for members, plan in waves
             ]

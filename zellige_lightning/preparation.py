@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from lightning.pytorch import LightningModule
@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from zellige_lightning.engine import AttentionRouter
 from zellige_lightning.errors import ConfigError
 from zellige_lightning.failures import connections
-from zellige_lightning.geometry import measure_geometry
+from zellige_lightning.geometry import measure_geometry, saved_bytes_per_token
 from zellige_lightning.loader import GlobalBatchLoader
 from zellige_lightning.mixin import require_mixin
 from zellige_lightning.placement import ParallelConfig, Topology
@@ -63,10 +63,12 @@ def prepare_planner(job: Job, services: Services) -> tuple[ProfileTable, Planner
     with connections.recorded():
         services.groups.prepare(legal_family(topology, job.planner.family, degrees))
     geometry = services.agreement.together(
-        lambda: measure_geometry(job.module, services.router, job.trial, shape)
+        lambda: measure_geometry(job.module, services.router, job.trial, shape, services.saving.mode)
     )
     memory = MemoryModel(services.largest(geometry))
     cap_mib = memory_cap_mib(job, services)
+    saved = saved_bytes_per_token(shape, geometry.num_layers)
+    services.saving = replace(services.saving, bytes_per_token=saved, cap_mib=cap_mib)
     table = _profile(job, services, configs, topology, memory, cap_mib)
     planner = make_planner(job.planner, table, memory, topology, shape.num_heads, cap_mib)
     rank_zero_info(
@@ -101,11 +103,18 @@ def _profile(
     cap_mib: int,
 ) -> ProfileTable:
     buckets = job.loader.buckets
-    fingerprint = fingerprint_of(job.module, buckets, configs, topology, job.precision, job.device)
+    setting = f"{job.precision}, save_attention={services.saving.mode}"
+    fingerprint = fingerprint_of(job.module, buckets, configs, topology, setting, job.device)
 
     def measure() -> ProfileTable:
         measurement = Measurement(
-            job.module, services.engine, services.router, services.agreement, job.trial, job.profiler
+            job.module,
+            services.engine,
+            services.router,
+            services.agreement,
+            job.trial,
+            job.profiler,
+            services.saving,
         )
         return measure_table(
             measurement, job.module, buckets, configs, topology, memory, cap_mib, fingerprint

@@ -8,7 +8,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from zellige_lightning.agreement import Agreement
 from zellige_lightning.batch import RankBatch, materialize
 from zellige_lightning.engine import AttentionRouter, CoalescedAttentionEngine
 from zellige_lightning.engine.routing import engine_of_step
+from zellige_lightning.engine.saving import SavePolicy
 from zellige_lightning.errors import ConfigError, ProfileError
 from zellige_lightning.mixin import require_mixin
 from zellige_lightning.placement import (
@@ -106,6 +107,7 @@ class Measurement:
     Args:
         module: the user's module; never run itself.
         trial: runs steps of its copies.
+        saving: whose attention is kept, as in training.
     """
 
     def __init__(
@@ -116,7 +118,10 @@ class Measurement:
         agreement: Agreement,
         trial: TrialStep,
         config: ProfilerConfig,
+        saving: SavePolicy,
     ) -> None:
+        # What `auto` keeps depends on the memory that a plan leaves: without is the price to count on.
+        self._saving = replace(saving, mode="none") if saving.mode == "auto" else saving
         self._engine, self._router, self._agreement, self._config = engine, router, agreement, config
         self._trial = trial
         layers = layer_list(module, list(require_mixin(module).attention_modules()))
@@ -151,7 +156,8 @@ class Measurement:
         return self._median(lambda: torch.distributed.all_reduce(gradients), module.device)
 
     def _timed(self, clone: LightningModule, batch: RankBatch) -> float:
-        self._engine.install(batch.schedule)
+        plan, lengths = batch.plan, [s.num_tokens for s in batch.global_batch.sequences]
+        self._engine.install(batch.schedule, self._saving.choose(plan.options, lengths, plan.memory_mib))
         with self._router.answered_by(self._engine), engine_of_step(self._engine):
             time_us = self._median(lambda: self._step(clone, batch), clone.device)
         self._engine.uninstall()

@@ -17,6 +17,7 @@ from zellige_lightning.agreement import Agreement
 from zellige_lightning.batch import RankBatch
 from zellige_lightning.engine import AttentionRouter, CoalescedAttentionEngine, ProcessGroupCache
 from zellige_lightning.engine.routing import engine_of_step
+from zellige_lightning.engine.saving import SavePolicy
 from zellige_lightning.errors import ConfigError
 from zellige_lightning.failures import FailureBoard
 from zellige_lightning.lookahead import StepPreparer
@@ -33,11 +34,15 @@ class EngineConfig:
 
     Args:
         max_schedules: schedules that are kept for backwards that come later than the next forward.
+        save_attention: whose attention output checkpointed layers keep: `none`, `anchors` (the split
+            sequences), `all`, or `auto` (as many as the memory left under the cap holds, longest first).
     """
 
     max_schedules: int = 256
+    save_attention: str = "none"
 
     def __post_init__(self) -> None:
+        SavePolicy(self.save_attention)
         if not isinstance(self.max_schedules, int) or self.max_schedules < 1:
             raise ConfigError(f"engine.max_schedules = {self.max_schedules!r}", fix="an integer >= 1")
 
@@ -65,7 +70,10 @@ class Services:
         self._background_agreement = Agreement(timeout)
         self.groups = ProcessGroupCache(timeout, device)
         groups = self.groups if self.agreement.world_size > 1 else None
-        self.engine = CoalescedAttentionEngine(groups, engine_config.max_schedules)
+        self.saving = SavePolicy(engine_config.save_attention)
+        self.engine = CoalescedAttentionEngine(
+            groups, engine_config.max_schedules, keep_when_compiled=engine_config.save_attention == "all"
+        )
         self.router = AttentionRouter()
         self.failures = FailureBoard(next(_runs))
         self._preparer: StepPreparer | None = None
@@ -112,7 +120,7 @@ class Services:
             yield
             return
         routed = require_mixin(module)
-        self.engine.install(batch.schedule)
+        self.engine.install(batch.schedule, self._kept(batch))
         self.router.attention = self.engine
         routed._planned_batch = batch
         try:
@@ -120,6 +128,10 @@ class Services:
                 yield
         finally:
             routed._planned_batch = None
+
+    def _kept(self, batch: RankBatch) -> frozenset[int]:
+        plan, lengths = batch.plan, [s.num_tokens for s in batch.global_batch.sequences]
+        return self.saving.choose(plan.options, lengths, plan.memory_mib)
 
     def stop_attending(self) -> None:
         """Leave attention alone: between steps the model may run on anything, such as a sample to look at."""

@@ -16,6 +16,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 from torch._dynamo.eval_frame import OptimizedModule
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from zellige_lightning.engine.engine import CoalescedAttentionEngine
 from zellige_lightning.engine.routing import current_engine
@@ -63,7 +64,13 @@ def checkpoint(
         return _RecomputeHere.apply(function(*inputs))
 
     options: dict[str, Any] = {}
-    if engine is not None:
-        compiling = torch.compiler.is_compiling()
-        options["context_fn"] = engine.selective_contexts if compiling else engine.checkpoint_contexts
+    if engine is not None and not torch.compiler.is_compiling():
+        options["context_fn"] = engine.checkpoint_contexts
+    elif engine is not None and engine.keep_when_compiled:
+        options["context_fn"] = _keep_all_attention
     return torch.utils.checkpoint.checkpoint(region, *args, use_reentrant=False, **options)
+
+
+def _keep_all_attention() -> Any:
+    """Contexts for a compiled region, which only takes a plain function for them."""
+    return create_selective_checkpoint_contexts([torch.ops.zellige.attention.default])

@@ -18,8 +18,10 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from zellige_lightning.engine import operator
 from zellige_lightning.engine.attention import InFlight, SplitAttention, WholePack
-from zellige_lightning.engine.collectives import Counters, GroupTransport
+from zellige_lightning.engine.collectives import GroupTransport
+from zellige_lightning.engine.counters import Counters
 from zellige_lightning.engine.groups import ProcessGroupCache
+from zellige_lightning.engine.observer import StepObserver
 from zellige_lightning.engine.packing import accumulation_dtype
 from zellige_lightning.engine.saving import Slices, divide
 from zellige_lightning.errors import EngineError
@@ -29,18 +31,25 @@ from zellige_lightning.placement import RankSchedule
 class _Lowered:
     """A schedule with its blocks bound to executors."""
 
-    def __init__(self, schedule: RankSchedule, transport: GroupTransport | None, counters: Counters) -> None:
+    def __init__(
+        self,
+        schedule: RankSchedule,
+        transport: GroupTransport | None,
+        observer: StepObserver,
+        most_chunks: int,
+    ) -> None:
         self.schedule = schedule
         self.split: list[tuple[slice, SplitAttention]] = []
         self.whole: tuple[slice, WholePack] | None = None
         for block in schedule.blocks:
             rows = slice(block.start, block.stop)
             if block.config.is_whole:
-                self.whole = rows, WholePack(block, counters)
+                self.whole = rows, WholePack(block, observer)
             elif transport is None:
                 raise EngineError("a split sequence on an engine without process groups")
             else:
-                self.split.append((rows, SplitAttention(block, schedule.rank, transport, counters)))
+                member = SplitAttention(block, schedule.rank, transport, observer, most_chunks)
+                self.split.append((rows, member))
 
 
 @dataclass(frozen=True)
@@ -59,6 +68,7 @@ class CoalescedAttentionEngine:
         max_schedules: schedules kept for backwards that come later than the next `install`.
         keep_when_compiled: whether compiled checkpointed regions keep all attention; a graph serves every
             plan, so it cannot keep some sequences only.
+        gather_chunks: bound on the head chunks in which an all-gather overlaps with attention.
     """
 
     def __init__(
@@ -66,10 +76,11 @@ class CoalescedAttentionEngine:
         groups: ProcessGroupCache | None = None,
         max_schedules: int = 256,
         keep_when_compiled: bool = False,
+        gather_chunks: int = 4,
     ) -> None:
         self.keep_when_compiled = keep_when_compiled
-        self.counters = Counters()
-        self._transport = GroupTransport(groups, self.counters) if groups is not None else None
+        self.observer, self._most_chunks = StepObserver(), gather_chunks
+        self._transport = GroupTransport(groups, self.observer) if groups is not None else None
         self._lowered: OrderedDict[int, _Lowered] = OrderedDict()
         self._max_schedules = max_schedules
         self._kept: set[int] = set()
@@ -80,6 +91,11 @@ class CoalescedAttentionEngine:
     def __deepcopy__(self, memo: dict[int, Any]) -> CoalescedAttentionEngine:
         """Copies of a model (EMA, profiling) share the engine: process groups cannot be copied."""
         return self
+
+    @property
+    def counters(self) -> Counters:
+        """What this rank did since they were reset."""
+        return self.observer.counters
 
     @property
     def active(self) -> bool:
@@ -112,7 +128,7 @@ class CoalescedAttentionEngine:
     def _register(self, schedule: RankSchedule, keep: bool) -> Tensor:
         schedule_id = self._next_id
         self._next_id += 1
-        self._lowered[schedule_id] = _Lowered(schedule, self._transport, self.counters)
+        self._lowered[schedule_id] = _Lowered(schedule, self._transport, self.observer, self._most_chunks)
         if keep:
             self._kept.add(schedule_id)
         return torch.tensor([schedule_id])
@@ -165,6 +181,10 @@ class CoalescedAttentionEngine:
             )
         return self._current
 
+    def _enter(self, schedule_id: Tensor, phase: str) -> _Lowered:
+        self.observer.enter(int(schedule_id), phase)
+        return self._find(schedule_id)
+
     def _find(self, schedule_id: Tensor) -> _Lowered:
         try:
             return self._lowered[int(schedule_id)]
@@ -181,7 +201,8 @@ class CoalescedAttentionEngine:
         saving: AbstractContextManager[None] = nullcontext()
         cached: AbstractContextManager[None] = nullcontext()
         if at_forward is not None and (at_forward.parts or int(at_forward.schedule_id) in self._kept):
-            saving, cached = self.selective_contexts()  # these see every operation, so they are not free
+            # these see every operation, so they are not free
+            saving, cached = create_selective_checkpoint_contexts(self._keep_or_recompute)
 
         @contextmanager
         def recompute() -> Iterator[None]:
@@ -194,25 +215,15 @@ class CoalescedAttentionEngine:
 
         return saving, recompute()
 
-    def selective_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """(forward, recompute) contexts that keep the attention of kept sequences; traced by the compiler."""
-        contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(self._keep_or_recompute)
-        return contexts
-
     def _keep_or_recompute(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if op is not torch.ops.zellige.attention.default:
-            return CheckpointPolicy.PREFER_RECOMPUTE
-        if torch.compiler.is_compiling() or not isinstance(args[3], Tensor) or args[3].is_meta:
-            keep = self.keep_when_compiled
-        else:
-            keep = int(args[3]) in self._kept
-        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+        kept = op is torch.ops.zellige.attention.default and int(args[3]) in self._kept
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, schedule_id: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
         """out `[T, H, D]`, lse `[T, H]`."""
-        lowered = self._find(schedule_id)
+        lowered = self._enter(schedule_id, "forward")
         _check(lowered.schedule, q, k, v)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         lse = q.new_empty(q.shape[:2], dtype=accumulation_dtype(q.dtype))
@@ -238,7 +249,7 @@ class CoalescedAttentionEngine:
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv `[T, H, D]`."""
-        lowered = self._find(schedule_id)
+        lowered = self._enter(schedule_id, "backward")
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
 
         def split(attention: SplitAttention, rows: slice) -> InFlight:

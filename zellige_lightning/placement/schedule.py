@@ -83,6 +83,24 @@ class RankSchedule:
         return tuple(out)
 
 
+PADDING = -1  # sequence index of tokens that belong to no sequence
+
+
+def padded(schedule: RankSchedule, num_segments: int = 2, length: int = 2) -> RankSchedule:
+    """`schedule` with whole segments of no sequence added, so that it has at least `num_segments` segments and
+    `length` tokens. Compilers give sizes 0 and 1 graphs of their own, and drop the backward of empty tensors:
+    then peers would wait for this rank's exchanges for ever."""
+    missing = max(num_segments - len(schedule.segments), int(schedule.num_tokens < length))
+    if missing <= 0:
+        return schedule
+    nothing = Segment(PADDING, length, PlacementOption(WHOLE, (schedule.rank,)), range(length))
+    split = tuple(block for block in schedule.blocks if not block.config.is_whole)
+    own = tuple(s for block in schedule.blocks if block.config.is_whole for s in block.segments)
+    start = sum(block.num_tokens for block in split)
+    block = Block(WHOLE, (schedule.rank,), (*own, *(nothing,) * missing), start)
+    return RankSchedule(schedule.rank, schedule.world_size, (*split, block))
+
+
 def _block_key(index: int, option: PlacementOption) -> tuple[object, ...]:
     config = option.config
     if config.is_whole:
@@ -107,9 +125,13 @@ def build_schedule(
     grouped: dict[tuple[object, ...], list[Segment]] = {}
     for index, (option, length) in enumerate(zip(options, lengths, strict=True)):
         if length < 1:
-            raise EngineError(f"sequence {index} has {length} tokens", fix="drop empty sequences before planning")
+            raise EngineError(
+                f"sequence {index} has {length} tokens", fix="drop empty sequences before planning"
+            )
         if option.ranks[-1] >= world_size:
-            raise EngineError(f"sequence {index} is placed on ranks {option.ranks} of a world of {world_size}")
+            raise EngineError(
+                f"sequence {index} is placed on ranks {option.ranks} of a world of {world_size}"
+            )
         if rank in option.ranks:
             tokens = shard(length, option.ranks.index(rank), option.config.degree)
             grouped.setdefault(_block_key(index, option), []).append(Segment(index, length, option, tokens))

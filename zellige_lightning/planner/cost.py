@@ -30,6 +30,7 @@ class ModelGeometry:
             depends on the checkpointing mode.
         transient_bytes_per_token: peak of one layer's (re)computation, per local token.
         bytes_per_sequence: kept per sequence, whatever its length (modulation, text).
+        split_bytes_per_token: kept beyond that per local token of a split sequence (saved attention).
     """
 
     num_layers: int
@@ -39,6 +40,7 @@ class ModelGeometry:
     resident_bytes_per_token: int
     transient_bytes_per_token: int
     bytes_per_sequence: int
+    split_bytes_per_token: int = 0
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -77,6 +79,7 @@ class MemoryModel:
         """M_act: activations of the local shard."""
         g = self.geometry
         per_token = g.resident_bytes_per_token + g.transient_bytes_per_token
+        per_token += 0 if config.is_whole else g.split_bytes_per_token
         return _ceil(num_tokens, config.degree) * per_token + g.bytes_per_sequence
 
     def kv_bytes(self, num_tokens: int, config: ParallelConfig) -> int:
