@@ -72,6 +72,7 @@ def test_every_group_gets_the_timeout_and_none_is_of_one_rank(monkeypatch: pytes
 
     monkeypatch.setattr(dist, "new_group", new_group)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 3)
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: warmed.append(group))
     cache = ProcessGroupCache(timedelta(seconds=7))
     cache.prepare([(0,), (1, 2), (0, 2), (2,), (0, 1, 2), (0, 2)])

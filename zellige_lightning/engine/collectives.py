@@ -8,30 +8,18 @@ the host, so that no size is ever exchanged and no kernel is waited for.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch import Tensor
 
 from zellige_lightning.engine.groups import ProcessGroupCache
+from zellige_lightning.engine.observer import StepObserver, name_of
+from zellige_lightning.engine.timeline import Mark, Timeline
 from zellige_lightning.errors import CollectiveError, EngineError
 from zellige_lightning.placement import Block
-
-
-@dataclass
-class Counters:
-    """What an engine did since the last reset: bytes sent, exchanges and kernel calls, by kind."""
-
-    bytes_sent: Counter[str] = field(default_factory=Counter)
-    exchanges: Counter[str] = field(default_factory=Counter)
-    kernel_calls: Counter[str] = field(default_factory=Counter)
-
-    def reset(self) -> None:
-        for counter in (self.bytes_sent, self.exchanges, self.kernel_calls):
-            counter.clear()
 
 
 class Work(Protocol):
@@ -46,25 +34,45 @@ class Exchange:
     sent: Tensor
     received: Tensor
     failure: Callable[[RuntimeError], CollectiveError]
+    record: Record | None = None
 
     def wait(self) -> Tensor:
         """The received rows.
 
         Raises:
-            CollectiveError: a peer is gone or late; names the block, the rank set and the phase.
+            CollectiveError: a peer is gone or late; names the block, the rank set, phase, layer and step.
         """
+        began = self.record.timeline.mark() if self.record is not None else None
         try:
             self.work.wait()
         except RuntimeError as error:
             raise self.failure(error) from error
+        if self.record is not None:
+            self.record.arrived(began)
         return self.received
 
 
-class GroupTransport:
-    """Exchanges over the cached process group of a rank set."""
+@dataclass(frozen=True)
+class Record:
+    """How an exchange is entered into a timeline."""
 
-    def __init__(self, groups: ProcessGroupCache, counters: Counters) -> None:
-        self._groups, self._counters = groups, counters
+    timeline: Timeline
+    name: str
+    site: str
+    started: Mark | None
+
+    def arrived(self, waiting_since: Mark | None) -> None:
+        self.timeline.add("wait", self.name, self.site, waiting_since)
+        self.timeline.add("exchange", self.name, self.site, self.started)
+
+
+class GroupTransport:
+    """Exchanges over the cached process group of a rank set, or over the group of all ranks where it has
+    none: there a rank set's exchange is a batch of point-to-point transfers, in which nobody else takes part.
+    """
+
+    def __init__(self, groups: ProcessGroupCache, observer: StepObserver) -> None:
+        self._groups, self._observer = groups, observer
 
     def exchange(
         self,
@@ -88,40 +96,99 @@ class GroupTransport:
 
         Raises:
             EngineError: a buffer that is not contiguous (gloo would corrupt it silently) or of another size.
-            CollectiveError: a peer is gone; names the block, the rank set and the phase.
+            CollectiveError: a peer is gone; names the block, the rank set, phase, layer and step.
         """
         if not send.is_contiguous() or send.shape[0] != sum(send_rows):
             raise EngineError(
                 f"{kind}: send buffer {tuple(send.shape)} does not hold {sum(send_rows)} dense rows"
             )
-        width = math.prod(send.shape[1:])
         received = send.new_empty((sum(receive_rows), *send.shape[1:]))
-        self._counters.exchanges[kind] += 1
-        self._counters.bytes_sent[kind] += (
-            (sum(send_rows) - send_rows[position]) * width * send.element_size()
+        width, observer = math.prod(send.shape[1:]), self._observer
+        own = block.ranks[position]
+        observer.counters.sent(
+            kind,
+            [
+                (observer.link(own, peer), rows * width * send.element_size())
+                for peer, rows in zip(block.ranks, send_rows, strict=True)
+                if peer != own
+            ],
         )
+        failure = self._failure(block, kind, phase)
+        record = self._record(block, kind)
+        sizes = [rows * width for rows in receive_rows], [rows * width for rows in send_rows]
+        try:
+            work = self._start(block.ranks, position, received.view(-1), send.view(-1), *sizes)
+        except RuntimeError as error:
+            raise failure(error) from error
+        return Exchange(work, send, received, failure, record)
+
+    def _start(
+        self,
+        ranks: tuple[int, ...],
+        position: int,
+        received: Tensor,
+        send: Tensor,
+        receive_sizes: list[int],
+        send_sizes: list[int],
+    ) -> Work:
+        group = self._groups.find(ranks)
+        if group is None:
+            parts = received.split(receive_sizes), send.split(send_sizes)
+            return _point_to_point(self._groups.parent, ranks, position, *parts)
+        work: Work = dist.all_to_all_single(
+            received, send, receive_sizes, send_sizes, group=group, async_op=True
+        )
+        return work
+
+    def _failure(self, block: Block, kind: str, phase: str) -> Callable[[RuntimeError], CollectiveError]:
+        step, site = self._observer.step, self._observer.site
 
         def failure(error: RuntimeError) -> CollectiveError:
             return CollectiveError(
-                f"the {kind} exchange in the {phase} of {_name(block)} failed: {error}",
+                f"the {kind} exchange in the {phase} of {name_of(block)} failed ({site}): {error}",
                 fix="the cause is on another of these ranks, which is gone or late: see its messages",
+                step=step,
             )
 
-        try:
-            work = dist.all_to_all_single(
-                received.view(-1),
-                send.view(-1),
-                [rows * width for rows in receive_rows],
-                [rows * width for rows in send_rows],
-                group=self._groups.get(block.ranks),
-                async_op=True,
-            )
-        except RuntimeError as error:
-            raise failure(error) from error
-        return Exchange(work, send, received, failure)
+        return failure
+
+    def _record(self, block: Block, kind: str) -> Record | None:
+        timeline = self._observer.timeline
+        if not timeline.recording:
+            return None
+        return Record(timeline, f"{kind}, {name_of(block)}", self._observer.site, timeline.mark())
 
 
-def _name(block: Block) -> str:
-    sequences = [str(s.sequence) for s in block.segments]
-    shown = ", ".join(sequences[:4] + ["..."] * (len(sequences) > 4))
-    return f"sequence {shown} split {block.config} over ranks {block.ranks}"
+@dataclass(frozen=True)
+class _All:
+    """Several transfers as one."""
+
+    works: Sequence[Work]
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+
+
+def _point_to_point(
+    parent: dist.ProcessGroup,
+    ranks: tuple[int, ...],
+    position: int,
+    received: Sequence[Tensor],
+    send: Sequence[Tensor],
+) -> Work:
+    """Sends `send[p]` to position p and receives `received[p]` from it.
+
+    Both sides read their sizes from one table, so each transfer has its counterpart, and those without
+    elements are left out on both sides.
+    """
+    received[position].copy_(send[position])
+    operations = []
+    for peer, into, rows in zip(ranks, received, send, strict=True):
+        if peer == ranks[position]:
+            continue
+        if into.numel():
+            operations.append(dist.P2POp(dist.irecv, into, peer, parent))
+        if rows.numel():
+            operations.append(dist.P2POp(dist.isend, rows, peer, parent))
+    return _All(dist.batch_isend_irecv(operations) if operations else ())

@@ -14,6 +14,31 @@ from zellige_lightning.placement.schedule import Block, shard
 
 Rows = tuple[int, ...]
 
+# Received rows start at multiples of it: GPU kernels load 16 bytes at a time, and the last bit of a CPU
+# matrix product depends on the alignment.
+ALIGNMENT_BYTES = 16
+
+
+def padding_bytes(row_bytes: int) -> int:
+    """What a row of the packed head exchange is padded by."""
+    return -row_bytes % ALIGNMENT_BYTES
+
+
+# Below this size a chunk costs more in latency than it hides.
+SMALLEST_CHUNK_BYTES = 2**20
+
+
+def gather_chunks(key_bytes: int, heads: int, most: int) -> int:
+    """In how many chunks of heads keys and values are gathered: the same on all members.
+
+    Args:
+        key_bytes: gathered keys and values together.
+        heads: of each member after the head exchange.
+        most: bound on the chunks.
+    """
+    wanted = min(most, heads, key_bytes // SMALLEST_CHUNK_BYTES)
+    return max((n for n in range(2, wanted + 1) if heads % n == 0), default=1)
+
 
 @dataclass(frozen=True)
 class BlockLayout:
