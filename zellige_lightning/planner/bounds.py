@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from zellige_lightning.planner.problem import PlacementProblem
+from bisect import bisect_right
+from itertools import accumulate
+
+from zellige_lightning.planner.problem import Group, PlacementProblem
 
 
 def area_bound(problem: PlacementProblem) -> int:
@@ -20,19 +23,22 @@ def area_bound_at(problem: PlacementProblem) -> int:
 
     Sharper than `area_bound` where a sequence must be split to get below T, which costs area.
     """
-    low, high = (
-        largest_bound(problem) - 1,
-        sum(len(g) * max(c.area_us for c in g.choices) for g in problem.groups),
-    )
+    menus = [(len(group), _least_areas(group)) for group in problem.groups]
+    low = largest_bound(problem) - 1
+    high = max(low + 1, sum(len(g) * max(c.area_us for c in g.choices) for g in problem.groups))
     while high - low > 1:
         middle = (low + high) // 2
-        area = (
-            sum(len(g) * min(c.area_us for c in g.choices if c.price_us <= middle) for g in problem.groups)
-            if (middle >= largest_bound(problem))
-            else problem.world_size * middle + 1
+        area = sum(
+            count * areas[bisect_right(prices, middle) - 1] for count, (prices, areas) in menus if count
         )
         low, high = (low, middle) if area <= problem.world_size * middle else (middle, high)
     return max(high, 0)
+
+
+def _least_areas(group: Group) -> tuple[list[int], list[int]]:
+    """Prices, ascending, and the least area of choices up to each."""
+    choices = sorted(group.choices, key=lambda c: c.price_us)
+    return [c.price_us for c in choices], list(accumulate((c.area_us for c in choices), min))
 
 
 def largest_bound(problem: PlacementProblem) -> int:

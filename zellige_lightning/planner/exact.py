@@ -18,7 +18,8 @@ NODE_LIMITS = (10_000, 40_000)  # of one decision and of all, on few ranks
 NODE_LIMITS_LARGE = (1_000, 4_000)  # above 8 ranks, where a node costs more
 CPSAT_LIMIT = 10.0  # deterministic time of the rescue by CP-SAT, per round
 CLOSING_LIMIT = 1.0  # the same for closing a gap that the search left open
-WIDE_GAP, MOST_VARIABLES = 0.01, 4_000  # also tried for many sequences where the gap is that wide
+OPEN_GAP = 0.003  # above which few sequences are worth a short integer program
+WIDE_GAP, MOST_VARIABLES = 0.01, 4_000  # above which a longer one is, for many sequences too
 
 
 def solve_exact(problem: PlacementProblem, brief: Brief) -> Solution:
@@ -70,11 +71,11 @@ def search_problem(problem: PlacementProblem, brief: Brief) -> Solution:
     if not result.cells:
         return _rescue(problem, brief, result)
     solution = _certificate(result, epsilon)
-    if solution.statuses[0] == "OPEN":
-        is_wide = result.makespan_us > result.bound_us * (1 + WIDE_GAP)
-        if is_few or (is_wide and num_variables(problem) <= MOST_VARIABLES):
-            limit = CLOSING_LIMIT if is_wide else CLOSING_LIMIT / 5
-            solution = _close(problem, brief, solution, result.makespan_us, limit)
+    gap = result.makespan_us / max(1, result.bound_us) - 1
+    if gap > WIDE_GAP and (is_few or num_variables(problem) <= MOST_VARIABLES):
+        solution = _close(problem, brief, solution, result.makespan_us, CLOSING_LIMIT)
+    elif gap > OPEN_GAP and is_few:
+        solution = _close(problem, brief, solution, result.makespan_us, CLOSING_LIMIT / 10)
     makespan = max(sums(problem, solution.cells)[0])
     slack = max(makespan, solution.bound_us + int(solution.bound_us * epsilon))
     cells = spare_links(problem, consolidate(problem, solution.cells, slack), slack)

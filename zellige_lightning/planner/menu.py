@@ -98,10 +98,10 @@ class OptionMenu:
 def _by_bucket(batch: GlobalBatch) -> dict[Bucket, list[int]]:
     """Indices of each bucket, ascending. Sequences mostly share the bucket's object, whose identity is
     cheaper to hash than its shape (a batch may have 100,000 of them)."""
-    objects: dict[int, list[Sequence]] = defaultdict(list)
+    objects: dict[int, list[int]] = defaultdict(list)
     for sequence in batch.sequences:
-        objects[id(sequence.bucket)].append(sequence)
+        objects[id(sequence.bucket)].append(sequence.index)
     members: dict[Bucket, list[int]] = {}
-    for same in objects.values():
-        members.setdefault(same[0].bucket, []).extend(s.index for s in same)
+    for indices in objects.values():
+        members.setdefault(batch.sequences[indices[0]].bucket, []).extend(indices)
     return {bucket: sorted(indices) for bucket, indices in members.items()}

@@ -13,6 +13,7 @@ from zellige_lightning.planner.problem import Cell, PlacementProblem
 from zellige_lightning.planner.search_kernel import INFEASIBLE
 from zellige_lightning.planner.solution import num_splits
 
+POLISH_NODES = 2_000
 LEAST_NODES = 400  # of a decision while there is no placement at all
 FIRST_ROCKS = 20  # rocks to begin with, unless more sequences cannot be whole
 MOST_ROCKS = 64  # rocks up to which the dearest sand may join them while the gap is open
@@ -77,6 +78,7 @@ class ExactSearch:
             return SearchResult((), 0, self.bound_us, 0, 0, False, self.nodes)
         used, self.nodes = self.nodes, 0
         split_bound = self._fewest_splits(decider)
+        self._polish(decider)
         makespan, cells = self.best
         return SearchResult(
             cells, makespan, self.bound_us, num_splits(cells), split_bound, False, used + self.nodes
@@ -176,3 +178,15 @@ class ExactSearch:
             if self.nodes >= self.node_budget:
                 break
         return proven
+
+    def _polish(self, decider: Decider) -> None:
+        """A smaller makespan with as many splits as the best placement, which may have used all its slack."""
+        assert self.best is not None
+        budget = num_splits(self.best[1])
+        for part in (8, 4, 2):
+            target = self.bound_us + self._slack(part)
+            if self.best[0] <= target or self.nodes >= self.node_budget:
+                return
+            answer = self._attempt(decider, target, budget, POLISH_NODES)
+            if answer.makespan_us is not None and answer.makespan_us < self.best[0]:
+                self.best = answer.makespan_us, answer.cells
