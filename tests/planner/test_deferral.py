@@ -9,7 +9,7 @@ import pytest
 from tests.planner.toys import BUCKETS, MEMORY, batch, planner
 from zellige_lightning.errors import PlanningError
 from zellige_lightning.placement.plan import WHOLE
-from zellige_lightning.planner.deferral import carry
+from zellige_lightning.planner.deferral import carry, withhold
 
 COUNTS = {"v480": 4, "i720": 20, "i256": 30}
 
@@ -40,8 +40,9 @@ def test_the_rest_is_planned_and_the_largest_wait(max_waves: int) -> None:
     assert planned.batch.window_tokens == planned.batch.num_tokens
     assert all(key in planned.report for key in waiting)
     assert planned.report.startswith("step 3:")
+    assert withhold(batch(COUNTS), planned.waiting) == (planned.batch, planned.deferred)
     again = made.plan_ladder(batch(COUNTS))
-    assert again.deferred == planned.deferred
+    assert (again.waiting, again.deferred) == (planned.waiting, planned.deferred)
 
 
 def test_what_waited_comes_first_in_the_next_batch_and_does_not_wait_again() -> None:

@@ -23,11 +23,13 @@ class PlannedBatch:
     Args:
         batch: the planned sequences; the batch itself where nothing is deferred.
         waves: of `batch`.
-        deferred: (key, bucket) of the others, for `carry`.
+        waiting: indices of the others in the whole batch, ascending; what `withhold` needs on other ranks.
+        deferred: (key, bucket) of these, for `carry`.
     """
 
     batch: GlobalBatch
     waves: tuple[Wave, ...]
+    waiting: tuple[int, ...] = ()
     deferred: tuple[Deferred, ...] = ()
 
     @property
@@ -50,6 +52,19 @@ def carry(batch: GlobalBatch, deferred: Iterable[Deferred]) -> GlobalBatch:
         window_sequences=batch.window_sequences + len(first),
         window_tokens=batch.window_tokens + sum(bucket.num_tokens for _, bucket in first),
     )
+
+
+def withhold(batch: GlobalBatch, waiting: Collection[int]) -> tuple[GlobalBatch, tuple[Deferred, ...]]:
+    """The batch without the sequences of these indices, its window as much smaller; and what was taken."""
+    staying = [s for s in batch.sequences if s.index not in waiting]
+    gone = [s for s in batch.sequences if s.index in waiting]
+    rest = replace(
+        batch,
+        sequences=tuple(Sequence(i, s.key, s.bucket) for i, s in enumerate(staying)),
+        window_sequences=batch.window_sequences - len(gone),
+        window_tokens=batch.window_tokens - sum(s.num_tokens for s in gone),
+    )
+    return rest, tuple((s.key, s.bucket) for s in gone)
 
 
 def plan_or_defer(planner: BatchPlanner, batch: GlobalBatch, carried: Collection[str] = ()) -> PlannedBatch:
@@ -96,13 +111,6 @@ def _least_count(needs: list[int], excess: int) -> int:
 
 
 def _without(planner: BatchPlanner, batch: GlobalBatch, waiting: set[int]) -> PlannedBatch:
-    staying = [s for s in batch.sequences if s.index not in waiting]
-    rest = replace(
-        batch,
-        sequences=tuple(Sequence(i, s.key, s.bucket) for i, s in enumerate(staying)),
-        window_sequences=len(staying),
-        window_tokens=sum(s.num_tokens for s in staying),
-    )
+    rest, deferred = withhold(batch, waiting)
     waves = tuple(plan_waves(planner, rest, planner.config.max_waves))
-    deferred = tuple((batch.sequences[i].key, batch.sequences[i].bucket) for i in sorted(waiting))
-    return PlannedBatch(rest, waves, deferred)
+    return PlannedBatch(rest, waves, tuple(sorted(waiting)), deferred)

@@ -39,6 +39,14 @@ class Planner(Protocol):
         """Raises: PlanningError where no placement was found."""
         ...
 
+    def plan_waves(self, batch: GlobalBatch) -> list[Wave]:
+        """The batch in parts where it does not fit at once. Raises: PlanningError where these fit neither."""
+        ...
+
+    def prepare(self) -> None:
+        """Pays now for what the first plan would pay otherwise."""
+        ...
+
 
 def make_planner(
     config: PlannerConfig,
