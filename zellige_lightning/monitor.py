@@ -6,6 +6,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from zellige_lightning.engine.counters import KINDS
 from zellige_lightning.report.records import StepRecord
 
 
@@ -29,6 +30,7 @@ class MakespanMonitor(Callback):
             return
         record = strategy.finish_step()
         self.records.append(record)
+        strategy.services.end_trace(lambda: trainer.log_dir or trainer.default_root_dir)
         if trainer.barebones:
             return
         bar = {
@@ -45,6 +47,12 @@ class MakespanMonitor(Callback):
             "splits": float(record.num_splits),
             "solve_ms": record.solve_ms,
             "exposed_ms": record.exposed_ms,
+            "bytes_mb": record.bytes_sent / 1e6,  # all ranks, forward and backward
+            "network_mb": record.network_bytes / 1e6,
+            **{f"{kind}_mb": record.bytes_of(kind) / 1e6 for kind in KINDS},
+            "collectives": float(record.collectives),
+            "kernel_calls": float(record.kernel_calls),
+            "communicators": float(strategy.services.groups.communicators),
         }
         named = {f"zellige/{name}": value for name, value in figures.items()}
         pl_module.log_dict(named, batch_size=1, sync_dist=False)

@@ -59,7 +59,7 @@ def prepare_planner(job: Job, services: Services) -> tuple[ProfileTable, Planner
     shape = services.agreement.together(lambda: inspect_module(job, services.router, world))
     degrees = planned_degrees(world, job.planner.max_degree)
     configs = tuple(c for c in legal_configs(shape.num_heads, world) if c.degree in degrees)
-    topology = services.topology()
+    topology = services.engine.observer.topology = services.topology()
     with connections.recorded():
         services.groups.prepare(legal_family(topology, job.planner.family, degrees))
     geometry = services.agreement.together(
@@ -73,7 +73,7 @@ def prepare_planner(job: Job, services: Services) -> tuple[ProfileTable, Planner
     planner = make_planner(job.planner, table, memory, topology, shape.num_heads, cap_mib)
     rank_zero_info(
         f"zellige: {len(job.loader.buckets)} buckets, {len(configs)} configurations,"
-        f" {len(services.groups)} process groups, cap {cap_mib / 1024:.2f} GiB"
+        f" {services.groups}, cap {cap_mib / 1024:.2f} GiB"
     )
     return table, planner
 
@@ -103,7 +103,7 @@ def _profile(
     cap_mib: int,
 ) -> ProfileTable:
     buckets = job.loader.buckets
-    setting = f"{job.precision}, save_attention={services.saving.mode}"
+    setting = f"{job.precision}, save_attention={services.saving.mode}, {services.groups.transport}"
     fingerprint = fingerprint_of(job.module, buckets, configs, topology, setting, job.device)
 
     def measure() -> ProfileTable:

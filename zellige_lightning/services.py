@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import itertools
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from datetime import timedelta
-from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -18,43 +17,16 @@ from zellige_lightning.batch import RankBatch
 from zellige_lightning.engine import AttentionRouter, CoalescedAttentionEngine, ProcessGroupCache
 from zellige_lightning.engine.routing import engine_of_step
 from zellige_lightning.engine.saving import SavePolicy
-from zellige_lightning.errors import ConfigError
+from zellige_lightning.engine_config import EngineConfig
 from zellige_lightning.failures import FailureBoard
-from zellige_lightning.lookahead import StepPreparer
+from zellige_lightning.fingerprint import require_one_plan
+from zellige_lightning.lookahead import PlannedStep, StepPreparer
 from zellige_lightning.mixin import require_mixin
 from zellige_lightning.placement import Topology
 from zellige_lightning.planner import ModelGeometry, Planner
+from zellige_lightning.step_trace import write_trace
 
 _runs = itertools.count()  # the same on all ranks, since all make the same strategies
-
-
-@dataclass(frozen=True)
-class EngineConfig:
-    """Settings of the engine; keys of `engine.*` in the configuration.
-
-    Args:
-        max_schedules: schedules that are kept for backwards that come later than the next forward.
-        save_attention: whose attention output checkpointed layers keep: `none`, `anchors` (the split
-            sequences), `all`, or `auto` (as many as the memory left under the cap holds, longest first).
-    """
-
-    max_schedules: int = 256
-    save_attention: str = "none"
-
-    def __post_init__(self) -> None:
-        SavePolicy(self.save_attention)
-        if not isinstance(self.max_schedules, int) or self.max_schedules < 1:
-            raise ConfigError(f"engine.max_schedules = {self.max_schedules!r}", fix="an integer >= 1")
-
-    @classmethod
-    def of(cls, settings: EngineConfig | Mapping[str, Any] | None) -> EngineConfig:
-        """From what a user writes. Raises: ConfigError for unknown keys."""
-        if settings is None or isinstance(settings, EngineConfig):
-            return settings or cls()
-        known = [f.name for f in fields(cls)]
-        if unknown := sorted(set(map(str, settings)) - set(known)):
-            raise ConfigError(f"unknown engine settings {unknown}", fix=f"known are {known}")
-        return cls(**settings)
 
 
 class Services:
@@ -68,14 +40,21 @@ class Services:
     def __init__(self, timeout: timedelta, device: torch.device, engine_config: EngineConfig) -> None:
         self.agreement = Agreement(timeout)
         self._background_agreement = Agreement(timeout)
-        self.groups = ProcessGroupCache(timeout, device)
+        self.groups = ProcessGroupCache(
+            timeout, device, engine_config.transport, engine_config.max_communicators
+        )
         groups = self.groups if self.agreement.world_size > 1 else None
         self.saving = SavePolicy(engine_config.save_attention)
         self.engine = CoalescedAttentionEngine(
-            groups, engine_config.max_schedules, keep_when_compiled=engine_config.save_attention == "all"
+            groups,
+            engine_config.max_schedules,
+            keep_when_compiled=engine_config.save_attention == "all",
+            gather_chunks=engine_config.gather_chunks,
         )
         self.router = AttentionRouter()
         self.failures = FailureBoard(next(_runs))
+        self._config, self._device = engine_config, device
+        self._traces_left = engine_config.trace_steps if isinstance(engine_config.trace_steps, int) else 0
         self._preparer: StepPreparer | None = None
 
     @property
@@ -132,6 +111,36 @@ class Services:
     def _kept(self, batch: RankBatch) -> frozenset[int]:
         plan, lengths = batch.plan, [s.num_tokens for s in batch.global_batch.sequences]
         return self.saving.choose(plan.options, lengths, plan.memory_mib)
+
+    def begin_step(self, step: PlannedStep | None) -> None:
+        """Count from here on. A collective under `engine.debug`.
+
+        Raises:
+            EngineError: another plan on some rank, see `require_one_plan`.
+        """
+        observer = self.engine.observer
+        observer.counters.reset()
+        observer.step = step.batch.step if step is not None else None
+        if step is None:
+            return
+        if self._config.debug:
+            require_one_plan(self.agreement, step.batch.step, step.waves)
+        if self._to_be_traced(step.batch.step):
+            observer.timeline.start(step.batch.step, self._device)
+
+    def _to_be_traced(self, step: int) -> bool:
+        """The same on all ranks."""
+        wanted = self._config.trace_steps
+        if not isinstance(wanted, int):
+            return step in wanted
+        self._traces_left -= 1
+        return self._traces_left >= 0
+
+    def end_trace(self, folder: Callable[[], str]) -> str | None:
+        """Write what was recorded of the step that just ended into `folder()`; the path. A collective."""
+        timeline = self.engine.observer.timeline
+        step = timeline.step
+        return None if step is None else write_trace(self.agreement, timeline.stop(), step, folder())
 
     def stop_attending(self) -> None:
         """Leave attention alone: between steps the model may run on anything, such as a sample to look at."""

@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from zellige_lightning.accumulation import accumulates, window_in
 from zellige_lightning.batch import RankBatch
 from zellige_lightning.datamodule import ZelligeDataModule
+from zellige_lightning.engine_config import EngineConfig
 from zellige_lightning.errors import ConfigError
 from zellige_lightning.failures import connections
 from zellige_lightning.guard import launcher_for
@@ -41,10 +42,10 @@ from zellige_lightning.preparation import Job, prepare_planner
 from zellige_lightning.profiler import HardwareProfiler, ProfilerConfig
 from zellige_lightning.registration import register
 from zellige_lightning.report.records import StepRecord
-from zellige_lightning.services import EngineConfig, Services
-from zellige_lightning.waves import release_gradients, train_waves
+from zellige_lightning.services import Services
 from zellige_lightning.timing import StepTimer, record_of
 from zellige_lightning.trial import TrialStep
+from zellige_lightning.waves import release_gradients, train_waves
 
 # DDP's switch for sending rank 0's buffers around before every forward; it was renamed in torch 2.13.
 _NO_BUFFER_SYNC = next(
@@ -258,6 +259,7 @@ class ZelligeStrategy(DDPStrategy):
         if batch is None and self.planned_step is not None:  # a user's hook has put it into something else
             batch = self.planned_step.waves[0]
         self._phase = "training_step"
+        self.services.begin_step(self.planned_step)
         self._timer.start(self.root_device)
         if self.planned_step is not None and len(self.planned_step.waves) > 1:
             return train_waves(self, self.planned_step, super().training_step, args, kwargs)
@@ -300,9 +302,10 @@ class ZelligeStrategy(DDPStrategy):
         assert step is not None
         self.planned_step = None
         wall_us, busy_us = self._timer.read()
-        reports = self.services.agreement.gather([wall_us, busy_us])
+        counted = self.services.engine.counters.to_integers()
+        reports = self.services.agreement.gather([wall_us, busy_us, *counted])
         self._phase = "between steps"
-        return record_of(step, [wall for wall, _ in reports], [busy for _, busy in reports])
+        return record_of(step, reports)
 
     # ---- checkpoints ---------------------------------------------------------------------------------------
 

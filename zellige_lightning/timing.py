@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import torch
 
+from zellige_lightning.engine import Counters
 from zellige_lightning.lookahead import PlannedStep
 from zellige_lightning.report.records import StepRecord
 
@@ -38,8 +40,9 @@ class StepTimer:
         return int(wall), int(busy)
 
 
-def record_of(step: PlannedStep, wall_us: list[int], busy_us: list[int]) -> StepRecord:
-    """The record of a step, from the times of all ranks."""
+def record_of(step: PlannedStep, reports: Sequence[Sequence[int]]) -> StepRecord:
+    """The record of a step, from what each rank reports: wall and busy microseconds, then its counters."""
+    wall_us, busy_us = zip(*(report[:2] for report in reports), strict=True)
     plans = [wave.plan for wave in step.waves]
     longest = max(step.waves, key=lambda wave: wave.plan.makespan_us)
     loads = [sum(loads) for loads in zip(*(plan.loads_us for plan in plans), strict=True)]
@@ -56,4 +59,5 @@ def record_of(step: PlannedStep, wall_us: list[int], busy_us: list[int]) -> Step
         exposed_ms=step.exposed_ms,
         num_waves=len(plans),
         wave=longest.global_batch if len(plans) > 1 else None,
+        counters=tuple(Counters.of_integers(report[2:]) for report in reports),
     )

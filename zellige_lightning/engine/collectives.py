@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch import Tensor
 
+from zellige_lightning.engine.counters import link_between
 from zellige_lightning.engine.groups import ProcessGroupCache
 from zellige_lightning.engine.observer import StepObserver, name_of
 from zellige_lightning.engine.timeline import Mark, Timeline
@@ -108,7 +109,7 @@ class GroupTransport:
         observer.counters.sent(
             kind,
             [
-                (observer.link(own, peer), rows * width * send.element_size())
+                (link_between(own, peer, observer.topology), rows * width * send.element_size())
                 for peer, rows in zip(block.ranks, send_rows, strict=True)
                 if peer != own
             ],

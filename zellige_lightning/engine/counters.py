@@ -6,9 +6,16 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from zellige_lightning.placement import Topology
+
 KINDS = ("ulysses", "all_gather", "ring", "ring_gradient", "reduce_scatter")
 LINKS = ("node", "network")  # between ranks of one node, or of two
 PASSES = ("forward", "backward")
+
+
+def link_between(rank: int, peer: int, topology: Topology | None) -> str:
+    """The class of the link between two ranks; without a topology all ranks share a node."""
+    return "node" if topology is None or topology.class_of((rank, peer)) == "node" else "network"
 
 
 @dataclass
@@ -63,5 +70,8 @@ class Counters:
     def of_integers(cls, integers: Sequence[int]) -> Counters:
         """The inverse of `to_integers`."""
         values = iter(integers)
-        named = [Counter({name: next(values) for name in names}) for names in (KINDS, KINDS, PASSES, LINKS)]
-        return cls(*named, next(values))
+
+        def take(names: Sequence[str]) -> Counter[str]:
+            return Counter({name: next(values) for name in names})
+
+        return cls(take(KINDS), take(KINDS), take(PASSES), take(LINKS), next(values))

@@ -39,7 +39,7 @@ class ProcessGroupCache:
         max_communicators: int | None = None,
     ) -> None:
         self._timeout, self._device = timeout, device or torch.device("cpu")
-        self._transport, self._bound = transport, max_communicators
+        self.transport, self._bound = transport, max_communicators
         self._groups: dict[RankSet, dist.ProcessGroup] = {}
         self._parent: dist.ProcessGroup | None = None
         self._without: set[RankSet] = set()
@@ -73,12 +73,12 @@ class ProcessGroupCache:
         wanted = {ranks for ranks in map(tuple, rank_sets) if len(ranks) > 1} - set(self._groups)
         for ranks in sorted(wanted):
             _check(ranks, world)
-        if self._transport != "groups" and world > 1:
+        if self.transport != "groups" and world > 1:
             self._parent = self._make(tuple(range(world)))
         for ranks in sorted(wanted, key=lambda r: (-len(r), r)):
             if ranks in self._groups:
                 continue
-            if self._transport == "parent" or not self._room_for(ranks):
+            if self.transport == "parent" or not self._room_for(ranks):
                 self._without.add(ranks)
             else:
                 self._make(ranks)
@@ -90,7 +90,7 @@ class ProcessGroupCache:
         joined = Counter(rank for known in self._groups for rank in known)
         if all(joined[rank] < self._bound for rank in ranks):
             return True
-        if self._transport == "groups":
+        if self.transport == "groups":
             raise ConfigError(
                 f"rank set {ranks} would need more than {self._bound} process groups on one rank",
                 fix="set engine.transport=auto, raise engine.max_communicators, or narrow planner.family",
@@ -112,7 +112,7 @@ class ProcessGroupCache:
         Raises:
             EngineError: a set that was not prepared, where there is no parent.
         """
-        if self._parent is not None and (self._transport == "parent" or ranks not in self._groups):
+        if self._parent is not None and (self.transport == "parent" or ranks not in self._groups):
             return None
         return self.get(ranks)
 

@@ -54,11 +54,6 @@ class StepObserver:
     def site(self) -> str:
         return f"{self.phase}, layer {self.layer}"
 
-    def link(self, rank: int, peer: int) -> str:
-        """The class of the link between two ranks."""
-        nodes = self.topology.node_of if self.topology is not None else None
-        return "node" if nodes is None or nodes[rank] == nodes[peer] else "network"
-
     def kernel_begins(self, which: str, kv_bytes: int = 0) -> Mark | None:
         """Counts a kernel call of pass `which` over that much of a split sequence's keys and values; returns
         what is to be given to `computed`."""

@@ -66,7 +66,10 @@ class Timeline:
         """The spans since `start`, in the order in which they ended."""
         if self._device.type == "cuda" and self.recording:
             torch.cuda.synchronize(self._device)
-        spans = [Span(*names, self._ns(begin), self._ns(end)) for *names, begin, end in self._open]
+        spans = [
+            Span(category, name, site, self._ns(begin), self._ns(end))
+            for category, name, site, begin, end in self._open
+        ]
         self.step, self._open = None, []
         return spans
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from statistics import fmean
 
+from zellige_lightning.engine.counters import Counters
 from zellige_lightning.placement import GlobalBatch, Plan
 
 
@@ -24,6 +25,7 @@ class StepRecord:
         exposed_ms: the part of planning and its exchange that training waited for.
         num_waves: planned parts that the batch was trained in, one after the other.
         wave: the part that `plan` places; None where the batch is trained at once.
+        counters: of the engine, by rank, over forward and backward of all waves.
     """
 
     step: int
@@ -38,6 +40,31 @@ class StepRecord:
     exposed_ms: float
     num_waves: int = 1
     wave: GlobalBatch | None = None
+    counters: tuple[Counters, ...] = ()
+
+    @property
+    def bytes_sent(self) -> int:
+        """Attention bytes of all ranks, forward and backward."""
+        return sum(one.total_bytes for one in self.counters)
+
+    @property
+    def network_bytes(self) -> int:
+        """The part of `bytes_sent` that left a node."""
+        return sum(one.link_bytes["network"] for one in self.counters)
+
+    def bytes_of(self, kind: str) -> int:
+        """The part of `bytes_sent` that is of one kind, see `engine.counters.KINDS`."""
+        return sum(one.bytes_sent[kind] for one in self.counters)
+
+    @property
+    def collectives(self) -> int:
+        """Exchanges of the rank that took part in most."""
+        return max((sum(one.exchanges.values()) for one in self.counters), default=0)
+
+    @property
+    def kernel_calls(self) -> int:
+        """Attention kernels of the rank that called most."""
+        return max((sum(one.kernel_calls.values()) for one in self.counters), default=0)
 
     @property
     def placed(self) -> GlobalBatch:
