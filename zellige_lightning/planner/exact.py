@@ -72,10 +72,9 @@ def search_problem(problem: PlacementProblem, brief: Brief) -> Solution:
         return _rescue(problem, brief, result)
     solution = _certificate(result, epsilon)
     gap = result.makespan_us / max(1, result.bound_us) - 1
-    if gap > WIDE_GAP and (is_few or num_variables(problem) <= MOST_VARIABLES):
-        solution = _close(problem, brief, solution, result.makespan_us, CLOSING_LIMIT)
-    elif gap > OPEN_GAP and is_few:
-        solution = _close(problem, brief, solution, result.makespan_us, CLOSING_LIMIT / 10)
+    if gap > OPEN_GAP and (is_few or gap > WIDE_GAP) and num_variables(problem) <= MOST_VARIABLES:
+        limit = CLOSING_LIMIT if gap > WIDE_GAP else CLOSING_LIMIT / 10
+        solution = _close(problem, brief, solution, result.makespan_us, limit)
     makespan = max(sums(problem, solution.cells)[0])
     slack = max(makespan, solution.bound_us + int(solution.bound_us * epsilon))
     cells = spare_links(problem, consolidate(problem, solution.cells, slack), slack)
