@@ -1,7 +1,7 @@
 """The attention engine against its alternatives, in one run on this machine: `python benchmarks/engine.py`.
 
-Two processes, each pinned to a core. Every comparison interleaves its variants and takes medians, so that what else
-the machine does hits all alike. Ratios above 1 say that the engine's way is faster.
+Two processes, each pinned to a core. Every comparison interleaves its variants and takes medians, so that
+what else the machine does hits all alike. Ratios above 1 say that the engine's way is faster.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Whatever fails on one rank becomes the same typed error on all, within the group timeout and two seconds."""
+"""Whatever fails on one rank becomes the same typed error on all, within the group timeout and two
+seconds."""
 
 from __future__ import annotations
 

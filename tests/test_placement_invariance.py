@@ -1,5 +1,5 @@
-"""The central promise: loss and every gradient are the same for every placement, and equal plain single-process
-training of each sequence alone."""
+"""The central promise: loss and every gradient are the same for every placement, and equal plain
+single-process training of each sequence alone."""
 
 from __future__ import annotations
 
@@ -76,7 +76,8 @@ def planned_by(policy: str, world: int, sequences: tuple[Sequence, ...]) -> Opti
 def placed_at_random(
     rng: random.Random, world: int, sequences: tuple[Sequence, ...], aligned: bool = False
 ) -> Options:
-    """Any legal configuration, on any ranks, so that rank sets overlap in every way, or on aligned sets only."""
+    """Any legal configuration, on any ranks, so that rank sets overlap in every way, or on aligned sets
+    only."""
     configs = [c for c in legal_configs(HEADS, world) if not aligned or world % c.degree == 0]
     options = []
     for config in (rng.choice(configs) for _ in sequences):

@@ -42,7 +42,8 @@ def fit_on_ranks(rank: int, cache: str, folder: str, steps: int) -> dict[str, An
     trainer = Trainer(
         strategy="zellige", accelerator="cpu", devices=2, max_steps=steps, log_every_n_steps=1,
         gradient_clip_val=config.trainer.gradient_clip_val, logger=CSVLogger(folder, "", ""),
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        limit_val_batches=0,
     )  # fmt: skip
     trainer.fit(module, data)
     (monitor,) = (c for c in trainer.callbacks if hasattr(c, "records"))

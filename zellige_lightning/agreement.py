@@ -1,4 +1,5 @@
-"""Decisions that all ranks take together, over a gloo group of their own: small integers and texts, no pickle."""
+"""Decisions that all ranks take together, over a gloo group of their own: small integers and texts, no
+pickle."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """No rank waits for a rank that has given up.
 
-Whatever fails on one rank becomes the same typed error on all, quickly. A rank that fails inside a step posts the
-error to the store and closes its connections to the others: on gloo nothing else wakes a peer that is blocked in a
-collective, neither abort nor destroy. The peers then find the posted error in the store and raise it in place of
-their collective's. The rank that hosts the store stays until all have read it.
+Whatever fails on one rank becomes the same typed error on all, quickly. A rank that fails inside a step posts
+the error to the store and closes its connections to the others: on gloo nothing else wakes a peer that is
+blocked in a collective, neither abort nor destroy. The peers then find the posted error in the store and
+raise it in place of their collective's. The rank that hosts the store stays until all have read it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch.distributed as dist
 
@@ -60,7 +61,8 @@ class Connections:
         self._known |= _sockets() - before
 
     def sever(self) -> None:
-        """Close the connections to the other ranks, but not those to the store, so that blocked peers wake."""
+        """Close the connections to the other ranks, but not those to the store, so that blocked peers
+        wake."""
         store_port = os.environ.get("MASTER_PORT", "")
         for name in os.listdir("/proc/self/fd") if self._known else ():
             if _target(name) in self._known:
@@ -92,7 +94,7 @@ class FailureBoard:
         self._key = f"zellige/failure/{run}"
         self._distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         # A connection of its own: the default one may be blocked in another thread.
-        self._store = dist.distributed_c10d._get_default_store().clone() if self._distributed else None
+        self._store = _own_store() if self._distributed else None
 
     def resolve(self, error: BaseException, where: str, step: int | None) -> BaseException:
         """What this rank raises for `error`: the posted error if a peer failed first, else its own, posted.
@@ -129,7 +131,7 @@ class FailureBoard:
         failure.step = step if failure.step is None else failure.step
         assert self._store is not None
         record = self._store.compare_set(self._key, "", json.dumps(failure.to_wire()))
-        return json.loads(record)  # type: ignore[no-any-return]
+        return json.loads(record)
 
     def _lookup(self) -> dict[str, object] | None:
         """The posted record; waits a little, since a peer's connections may close before its post arrives."""
@@ -139,7 +141,7 @@ class FailureBoard:
             if time.monotonic() > deadline:
                 return None
             time.sleep(0.02)
-        return json.loads(self._store.get(self._key))  # type: ignore[no-any-return]
+        return json.loads(self._store.get(self._key))
 
     def _acknowledge(self) -> None:
         """Say that this rank has read the record; the host waits until everybody has, at most a little."""
@@ -149,6 +151,10 @@ class FailureBoard:
         while dist.get_rank() == 0 and count < dist.get_world_size() and time.monotonic() < deadline:
             time.sleep(0.02)
             count = self._store.add(f"{self._key}/read", 0)
+
+
+def _own_store() -> Any:
+    return dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
 
 
 def _is_collective(error: BaseException) -> bool:

@@ -69,11 +69,11 @@ def _step_memory(
     gradients = sum(p.numel() * p.element_size() for p in clone.parameters() if p.requires_grad)
     engine = CoalescedAttentionEngine()
     kept = frozenset(range(len(batch.sequences))) if keep_all else frozenset()
-    with router.answered_by(engine), engine_of_step(engine), engine.installed(planned.schedule, kept):
-        with torch.enable_grad():
-            resident, peak = held_and_peak(
-                lambda: trial.loss(clone, planned), lambda loss: loss.backward(), clone.device
-            )
+    answered = router.answered_by(engine), engine.installed(planned.schedule, kept), torch.enable_grad()
+    with engine_of_step(engine), answered[0], answered[1], answered[2]:
+        resident, peak = held_and_peak(
+            lambda: trial.loss(clone, planned), lambda loss: loss.backward(), clone.device
+        )
     return resident, max(0, peak - resident - gradients)
 
 

@@ -1,5 +1,5 @@
-"""Launchers whose processes raise one error together: the widest place to catch a failure, before any callback's
-`on_exception` could wait for ranks that have stopped."""
+"""Launchers whose processes raise one error together: the widest place to catch a failure, before any
+callback's `on_exception` could wait for ranks that have stopped."""
 
 from __future__ import annotations
 

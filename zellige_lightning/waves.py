@@ -1,8 +1,9 @@
-"""Trains a global batch that does not fit at once in waves: planned parts, one after the other, whose losses add up
-to the loss of the whole batch. Gradients are reduced over the ranks only in the last one.
+"""Trains a global batch that does not fit at once in waves: planned parts, one after the other, whose losses
+add up to the loss of the whole batch. Gradients are reduced over the ranks only in the last one.
 
-All waves but the last run forward and backward inside `training_step`. Lightning zeroes gradients between a training
-step and its backward, so it is made to leave them alone here, after they were zeroed at the beginning.
+All waves but the last run forward and backward inside `training_step`. Lightning zeroes gradients between a
+training step and its backward, so it is made to leave them alone here, after they were zeroed at the
+beginning.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ def train_waves(
         args, kwargs: what Lightning calls it with; the first is the first wave.
 
     Returns:
-        The last wave's output, its loss raised by the (detached) losses of the others, so that the value is the
-        batch's loss and the gradient the last wave's part.
+        The last wave's output, its loss raised by the (detached) losses of the others, so that the value is
+        the batch's loss and the gradient the last wave's part.
     """
     module = strategy.lightning_module
     assert module is not None

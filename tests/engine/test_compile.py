@@ -77,7 +77,10 @@ def run(rank: int, backend: str, checkpointing: bool, keep: bool) -> dict[str, A
         engine.counters.reset()
         got = _gradients(compiled, layer, x, engine, schedule)
         forwards.append(engine.counters.kernel_calls["forward"])
-        errors += [float((a - b).abs().max() / b.abs().max().clamp(min=1e-6)) for a, b in zip(got, reference)]
+        errors += [
+            float((a - b).abs().max() / b.abs().max().clamp(min=1e-6))
+            for a, b in zip(got, reference, strict=True)
+        ]
     return {"graphs": counter.frame_count, "error": max(errors), "forwards": sum(forwards)}
 
 

@@ -1,4 +1,5 @@
-"""One process, plain torch, each sequence alone through plain attention. Nothing of the package is imported here.
+"""One process, plain torch, each sequence alone through plain attention. Nothing of the package is imported
+here.
 
 A sequence is a dict: `key`, `grid` (T, H, W), and `data`, its token fields and per-sequence fields.
 """
@@ -40,7 +41,7 @@ def user_loss(parameters: dict[str, Tensor], sequence: Sequence) -> Tensor:
     return (out - torch.tanh(tokens)).square().mean(-1).mean()
 
 
-# ---- Wan2.1, written from the original's description --------------------------------------------------------
+# ---- Wan2.1, written from the original's description ------------------------------------------------------
 
 
 def draw(*names: int | str) -> torch.Generator:

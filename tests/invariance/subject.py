@@ -1,4 +1,5 @@
-"""The same windows through the package: planned batches, engine, mixin, data-parallel averaging, on N ranks."""
+"""The same windows through the package: planned batches, engine, mixin, data-parallel averaging, on N
+ranks."""
 
 from __future__ import annotations
 
@@ -20,8 +21,7 @@ from zellige_lightning.batch import RankBatch, materialize
 from zellige_lightning.engine import AttentionRouter, CoalescedAttentionEngine, ProcessGroupCache
 from zellige_lightning.engine.routing import engine_of_step
 from zellige_lightning.mixin import CoalescedAttentionMixin
-from zellige_lightning.placement import Bucket, GlobalBatch, PlacementOption, Plan
-from zellige_lightning.placement import Sequence as Placed
+from zellige_lightning.placement import Bucket, GlobalBatch, PlacementOption, Plan, Sequence as Placed
 from zellige_lightning.recipes.wan21.config import WanConfig
 from zellige_lightning.recipes.wan21.module import WanModule
 from zellige_lightning.sources import FieldSpec

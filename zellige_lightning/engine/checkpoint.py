@@ -40,8 +40,8 @@ class _RecomputeHere(torch.autograd.Function):
 def checkpoint(
     function: Callable[..., Tensor], *args: Any, engine: CoalescedAttentionEngine | None = None
 ) -> Tensor:
-    """`function(*args)` without keeping its activations; they are recomputed in backward, except the attention
-    of the sequences that the engine was told to keep.
+    """`function(*args)` without keeping its activations; they are recomputed in backward, except the
+    attention of the sequences that the engine was told to keep.
 
     Args:
         function: a region of the model that returns one tensor; a whole layer, or any part of one.

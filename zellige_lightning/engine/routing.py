@@ -46,10 +46,10 @@ class AttentionRouter:
     alone.
 
     A module whose attention is a callable attribute named `attention`, taking (query, key, value), gets that
-    attribute replaced: nothing else is needed, and `torch.compile` traces it. In any other module the calls of
-    `F.scaled_dot_product_attention` are caught by forward hooks and a torch function mode, which the compiler
-    traces only in part. Either way copies of a module (EMA, profiling) and the recomputation of a checkpointed
-    region are routed as well, and no parameter or name changes.
+    attribute replaced: nothing else is needed, and `torch.compile` traces it. In any other module the calls
+    of `F.scaled_dot_product_attention` are caught by forward hooks and a torch function mode, which the
+    compiler traces only in part. Either way copies of a module (EMA, profiling) and the recomputation of a
+    checkpointed region are routed as well, and no parameter or name changes.
     """
 
     def __init__(self) -> None:

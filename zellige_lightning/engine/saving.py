@@ -1,7 +1,8 @@
 """Which attention outputs are kept from forward to backward where layers are recomputed.
 
-Recomputing a layer repeats its attention, and for split sequences its exchanges. A kept output costs H*(D*bytes + 4)
-bytes per local token and layer and saves time that grows with the sequence: so the longest sequences come first.
+Recomputing a layer repeats its attention, and for split sequences its exchanges. A kept output costs
+H*(D*bytes + 4) bytes per local token and layer and saves time that grows with the sequence: so the longest
+sequences come first.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ class SavePolicy:
     """Chooses the sequences whose attention output is kept.
 
     Args:
-        mode: `none`; `anchors`, the split sequences, whose recomputation would repeat exchanges; `all`; `auto`, as
-            many as the memory left under the cap holds, longest first.
+        mode: `none`; `anchors`, the split sequences, whose recomputation would repeat exchanges; `all`;
+            `auto`, as many as the memory left under the cap holds, longest first.
         bytes_per_token: kept per local token, over all layers.
         cap_mib: memory that sequences may take on one rank; for `auto`.
     """
@@ -69,8 +70,8 @@ class SavePolicy:
 
 
 def divide(schedule: RankSchedule, kept: frozenset[int]) -> list[tuple[RankSchedule, Slices, bool]]:
-    """The kept part of a schedule and the rest, each with the rows that it takes from the buffer and whether it is
-    kept. Empty parts are left out; a schedule without blocks stays one part."""
+    """The kept part of a schedule and the rest, each with the rows that it takes from the buffer and whether
+    it is kept. Empty parts are left out; a schedule without blocks stays one part."""
     parts = []
     for wanted in (True, False):
         blocks: list[Block] = []

@@ -39,7 +39,9 @@ def varlen_attention(
         EngineError: shapes, dtypes or lengths that do not fit.
     """
     if not q.device == k.device == v.device:  # the operator itself would be sent to one of them
-        raise EngineError(f"attention got tensors on {q.device}, {k.device}, {v.device}", fix="use one device")
+        raise EngineError(
+            f"attention got tensors on {q.device}, {k.device}, {v.device}", fix="use one device"
+        )
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     out, _ = _varlen(q, k, v, _host(q_lengths), _host(k_lengths), scale)
     return out

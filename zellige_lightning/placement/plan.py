@@ -54,7 +54,9 @@ class PlacementOption:
                 fix="process groups sort their ranks, so an unsorted rank set would permute the shards",
             )
         if len(self.ranks) != self.config.degree:
-            raise PlanningError(f"configuration {self.config} needs {self.config.degree} ranks, got {self.ranks}")
+            raise PlanningError(
+                f"configuration {self.config} needs {self.config.degree} ranks, got {self.ranks}"
+            )
 
 
 def whole(rank: int) -> PlacementOption:
@@ -128,7 +130,9 @@ class Plan:
     @cached_property
     def digest(self) -> int:
         """63-bit hash of the placement itself; ranks compare it before the first exchange of a step."""
-        return digest63(f"{self.step}|{self.world_size}|" + "|".join(f"{o.config}{o.ranks}" for o in self.options))
+        return digest63(
+            f"{self.step}|{self.world_size}|" + "|".join(f"{o.config}{o.ranks}" for o in self.options)
+        )
 
     def to_json(self) -> str:
         data = {f.name: getattr(self, f.name) for f in fields(self)}

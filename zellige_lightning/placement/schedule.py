@@ -66,7 +66,8 @@ class RankSchedule:
 
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
-        """All segments in buffer order. Segments without tokens are kept: their rank takes part in collectives."""
+        """All segments in buffer order. Segments without tokens are kept: their rank takes part in
+        collectives."""
         return tuple(s for block in self.blocks for s in block.segments)
 
     @cached_property
@@ -87,9 +88,9 @@ PADDING = -1  # sequence index of tokens that belong to no sequence
 
 
 def padded(schedule: RankSchedule, num_segments: int = 2, length: int = 2) -> RankSchedule:
-    """`schedule` with whole segments of no sequence added, so that it has at least `num_segments` segments and
-    `length` tokens. Compilers give sizes 0 and 1 graphs of their own, and drop the backward of empty tensors:
-    then peers would wait for this rank's exchanges for ever."""
+    """`schedule` with whole segments of no sequence added, so that it has at least `num_segments` segments
+    and `length` tokens. Compilers give sizes 0 and 1 graphs of their own, and drop the backward of empty
+    tensors: then peers would wait for this rank's exchanges for ever."""
     missing = max(num_segments - len(schedule.segments), int(schedule.num_tokens < length))
     if missing <= 0:
         return schedule

@@ -54,12 +54,16 @@ class Catalog:
     def __post_init__(self) -> None:
         names = [b.name for b in self.buckets]
         if not names:
-            raise ConfigError("the catalog has no bucket", fix="name at least one shape under `catalog.buckets`")
+            raise ConfigError(
+                "the catalog has no bucket", fix="name at least one shape under `catalog.buckets`"
+            )
         if len(set(names)) != len(names):
             raise ConfigError(f"bucket names repeat: {sorted(names)}", fix="give each bucket its own name")
         by_grid = {b.grid: b for b in self.buckets}
         if len(by_grid) != len(self.buckets):
-            raise ConfigError("two buckets share one grid", fix="a shape belongs to one bucket; remove the double")
+            raise ConfigError(
+                "two buckets share one grid", fix="a shape belongs to one bucket; remove the double"
+            )
         object.__setattr__(self, "_by_grid", by_grid)
 
     def __iter__(self) -> Iterator[Bucket]:

@@ -37,9 +37,14 @@ class TokenSource(Protocol):
     sequence (a text embedding). Readers raise `DataError` for whatever they cannot deliver exactly.
     """
 
-    samples: Rows[Sample]
-    token_fields: Mapping[str, FieldSpec]
-    sequence_fields: Mapping[str, FieldSpec]
+    @property
+    def samples(self) -> Rows[Sample]: ...
+
+    @property
+    def token_fields(self) -> Mapping[str, FieldSpec]: ...
+
+    @property
+    def sequence_fields(self) -> Mapping[str, FieldSpec]: ...
 
     def read_tokens(self, sequence: Sequence, tokens: range) -> dict[str, Tensor]:
         """Each field for that token range: `[len(tokens), *shape]`."""
