@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
