@@ -184,7 +184,7 @@ class _Ranks:
         """Measured through the same engine, by CPU seconds; rank 0's table is everybody's."""
         agreement = Agreement(timedelta(minutes=5))
         measurement = CpuMeasurement(
-            self.module, self.engine, self.router, agreement, self.trial, ProfilerConfig(repeats=3)
+            self.module, self.engine, self.router, agreement, self.trial, ProfilerConfig(repeats=7)
         )
         ordered = tuple(sorted(buckets, key=lambda b: b.num_tokens))
         table = measure_table(
