@@ -53,7 +53,7 @@ UNITS = (
     Unit("prices", 100),
     Unit("step", 80),
     Unit("diffusers", 45),
-    Unit("compile", 75),
+    Unit("compile", 100),
 )
 
 

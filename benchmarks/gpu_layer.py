@@ -40,8 +40,9 @@ class PackedLayer:
     def __init__(self, setup: Setup) -> None:
         torch.manual_seed(0)
         self.setup, self.config = setup, setup.config
-        model = WanModel(replace(self.config, num_layers=1))
-        self.block = cast(WanBlock, model.blocks[0]).to(setup.device)
+        with setup.device:
+            model = WanModel(replace(self.config, num_layers=1))
+        self.block = cast(WanBlock, model.blocks[0])
         self.engine = CoalescedAttentionEngine()
         self.router = AttentionRouter()
         self.router.attach("block.self_attn", self.block.self_attn)

@@ -77,6 +77,8 @@ def priced(layer: PackedLayer, bucket: Bucket, pace: Pace, fixed_ms: float) -> d
     try:
         seen = measured(layer, [bucket] * copies, max(0, repeats))
     except torch.OutOfMemoryError:
+        seen = None
+    if seen is None:  # only now has the exception let go of the tensors
         torch.cuda.empty_cache()
         return row | {"left_out": "out of memory"}
     pace.note(seen["ms"] / 1e3, flops, int(seen["peak"]), copies * bucket.num_tokens)

@@ -50,7 +50,8 @@ class StepRig:
     def __init__(self, setup: Setup) -> None:
         torch.manual_seed(0)
         self.setup, device = setup, setup.device
-        self.module = WanModule(setup.config, activation_checkpointing=True)
+        with device:  # drawing 1.4 billion weights on the host would take longer than the steps
+            self.module = WanModule(setup.config, activation_checkpointing=True)
         setattr(self.module, "log", lambda *args, **kwargs: None)  # noqa: B010 - there is no trainer
         size = sum(p.numel() for p in self.module.parameters())
         mixed = setup.tiny or FP32_STATES * size < 0.6 * free_bytes(device)

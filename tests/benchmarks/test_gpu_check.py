@@ -90,7 +90,10 @@ def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
 
 
 def test_a_unit_that_fails_costs_itself_alone() -> None:
-    units = [gpu_check.Unit(name, 2.0) for name in ("good", "raises", "dies", "hangs", "absent", "last")]
+    units = [
+        gpu_check.Unit(name, 10.0 if name == "hangs" else 60.0)
+        for name in ("good", "raises", "dies", "hangs", "absent", "last")
+    ]
     with mock.patch.object(gpu_check, "GRACE_S", 0.5):
         supervisor = gpu_check.Supervisor(
             "cpu", True, 120.0, worker=Path(__file__).with_name("faulty_worker.py")
@@ -114,16 +117,15 @@ def test_the_whole_check_ends_in_time() -> None:
     began = time.monotonic()
     worker = Path(__file__).with_name("faulty_worker.py")
     with mock.patch.object(gpu_check, "GRACE_S", 0.5):
-        outcomes = gpu_check.Supervisor("cpu", True, 15.0, worker).run(
+        outcomes = gpu_check.Supervisor("cpu", True, 8.0, worker).run(
             [gpu_check.Unit("hangs", 600.0), gpu_check.Unit("good", 600.0)]
         )
-    assert time.monotonic() - began < 20.0
+    assert time.monotonic() - began < 14.0
     assert [outcome.status for outcome in outcomes.values()] == ["out of time"] * 2
 
 
-def test_the_limits_of_the_units_are_near_eight_minutes() -> None:
-    present = [u.limit_s for u in gpu_check.UNITS if u.name not in ("kernel-cpu_flash", "kernel-fa4")]
-    assert sum(present) < 600 and gpu_check.TOTAL_S + 3 * gpu_check.GRACE_S <= 480
+def test_the_default_ends_within_eight_minutes() -> None:
+    assert gpu_check.TOTAL_S + 3 * gpu_check.GRACE_S <= 480
 
 
 def test_results_show_no_folder() -> None:
