@@ -108,15 +108,14 @@ def table_3(limit: float, quick: bool) -> None:
     rows += [("Two-stage +ECF", "paper", True), ("exact", "exact", True)]
     chosen = list(suites())[: 1 if quick else None]
     print(f"\nTable III's rows and ours, modeled, ms; limit {limit:.0f} s of deterministic time per round")
-    print(" " * 16 + "".join(f"{name:>14s}" for name, _, _ in chosen))
-    for title, name, ecf in rows:
-        print(f"{title:16s}", end="")
-        for _, prices, batch in chosen:
+    print(" " * 10 + "".join(f"{title:>16s}" for title, _, _ in rows))
+    for suite, prices, batch in chosen:
+        print(f"{suite:10s}", end="")
+        for _, name, ecf in rows:
             made = planner_for(topology, prices, name=name, ecf=ecf, deterministic_limit=limit)
             plan, (ms,) = timed(made, batch)
-            print(f"{ms:14.1f}" if plan else f"  no res. {limit:.0f} s".rjust(14), end="", flush=True)
+            print(f"{ms:16.1f}" if plan else f"no result, {limit:.0f} s".rjust(16), end="", flush=True)
         print()
-    print(f"(no res.: no result in {limit:.0f} s)")
 
 
 def random_rows(count: int) -> Figures:

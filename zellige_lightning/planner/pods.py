@@ -18,7 +18,7 @@ from zellige_lightning.planner.sand_kernel import pack_group
 from zellige_lightning.planner.search_kernel import UNKNOWN
 from zellige_lightning.planner.solution import sums
 
-MOST_STEPS, CLOSING_STEPS = 14, 4
+MOST_STEPS, CLOSING_STEPS = 14, 2
 POD_RANKS = 32, 48  # where what weighs most is split by a power of two, and where in three parts
 GOOD_GAP = 0.01  # another size of pods is tried above it
 
