@@ -96,8 +96,10 @@ def attend(engine: CoalescedAttentionEngine, mix: Mix, rank: int) -> Result:
     return out.detach(), q.grad, k.grad, v.grad
 
 
-def make_engine(rank_sets: set[tuple[int, ...]], timeout_s: float = 20.0) -> CoalescedAttentionEngine:
-    groups = ProcessGroupCache(timedelta(seconds=timeout_s))
+def make_engine(
+    rank_sets: set[tuple[int, ...]], timeout_s: float = 20.0, transport: str = "groups"
+) -> CoalescedAttentionEngine:
+    groups = ProcessGroupCache(timedelta(seconds=timeout_s), transport=transport)
     groups.prepare(rank_sets)
     return CoalescedAttentionEngine(groups)
 

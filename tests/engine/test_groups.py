@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import time
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -14,8 +15,8 @@ import torch.distributed as dist
 from tests.distributed import run_distributed, run_outcomes
 from tests.engine.mixes import Mix, attend, make_engine
 from tests.engine.threads import run_threads
-from zellige_lightning.engine import CoalescedAttentionEngine, ProcessGroupCache
-from zellige_lightning.errors import CollectiveError, EngineError
+from zellige_lightning.engine import ProcessGroupCache
+from zellige_lightning.errors import CollectiveError, ConfigError, EngineError
 from zellige_lightning.placement import ParallelConfig, PlacementOption, whole
 
 SETS = {(0, 1), (2, 3), (1, 2), (0, 3), (0, 2), (1, 3), (0, 1, 2), (1, 2, 3), (0, 1, 2, 3)}
@@ -103,6 +104,63 @@ def test_groups_have_the_members_asked_for_until_they_are_closed() -> None:
     assert left == (1, 1, 1)
 
 
+def rank_sets_that_make_no_sense(rank: int) -> list[str]:
+    cache, said = ProcessGroupCache(timedelta(seconds=7)), []
+    for ranks in ((0, 1, 1), (1, 0), (0, 2), (-1, 0)):
+        with pytest.raises(EngineError) as caught:
+            cache.prepare([(0, 1), ranks])
+        said.append(str(caught.value))
+    assert len(cache) == 0  # nothing was begun that another rank would have to join
+    return said
+
+
+def test_rank_sets_that_make_no_sense_are_refused_on_every_rank() -> None:
+    for said in run_threads(rank_sets_that_make_no_sense, 2):
+        assert "rank set (0, 1, 1) in a world of 2 ranks" in said[0]
+        assert "names no rank twice" in said[2]
+
+
+def test_a_block_of_which_a_rank_is_no_member_is_refused() -> None:
+    mix = Mix(3, (6,), (PlacementOption(ParallelConfig(1, 1, 2), (0, 2)),))
+
+    def work(rank: int) -> str:
+        engine = make_engine({(0, 2)})
+        if rank != 1:
+            return ""
+        with pytest.raises(EngineError, match="sequence 0 split .* over ranks \\(0, 2\\)") as caught:
+            engine.install(replace(mix.schedule(0), rank=1))
+        return str(caught.value)
+
+    assert "rank 1 is to run" in run_threads(work, 3)[1]
+
+
+@pytest.mark.parametrize(("bound", "made"), [(1, 1), (2, 2), (3, 4), (9, 9)])
+def test_the_largest_sets_get_groups_until_a_rank_has_enough(bound: int, made: int) -> None:
+    """The parent counts; here it is the set of all ranks."""
+
+    def work(rank: int) -> tuple[frozenset[tuple[int, ...]], int, str]:
+        cache = ProcessGroupCache(timedelta(seconds=7), transport="auto", max_communicators=bound)
+        cache.prepare(sorted(SETS, reverse=rank % 2 == 0))  # in whatever order
+        return cache.rank_sets, cache.communicators, str(cache)
+
+    results = run_threads(work, 4)
+    assert len(set(results)) == 1
+    sets, communicators, said = results[0]
+    assert len(sets) == made
+    assert (0, 1, 2, 3) in sets and communicators <= bound
+    assert said.startswith(f"{made} process groups, at most {communicators} on one rank")
+    assert ("over the group of all ranks" in said) == (made < len(SETS))
+
+
+def test_groups_of_their_own_do_not_exceed_the_bound() -> None:
+    def work(rank: int) -> None:
+        cache = ProcessGroupCache(timedelta(seconds=7), transport="groups", max_communicators=1)
+        with pytest.raises(ConfigError, match="more than 1 process groups on one rank"):
+            cache.prepare(SETS)
+
+    run_threads(work, 4)
+
+
 def test_a_rank_set_outside_the_family_is_named() -> None:
     mix = Mix(3, (6,), (PlacementOption(ParallelConfig(1, 1, 2), (0, 2)),))
 
@@ -120,7 +178,7 @@ def test_a_rank_set_outside_the_family_is_named() -> None:
 TIMEOUT_S, GRACE_S = 2.0, 2.0
 
 
-def meet_a_failed_peer(rank: int, failure: str, phase: str) -> tuple[str, str, float]:
+def meet_a_failed_peer(rank: int, failure: str, phase: str, transport: str) -> tuple[str, str, float]:
     """(error type, message, seconds until it came) on the ranks that wait for rank 1."""
     dist.init_process_group("gloo", init_method="env://", timeout=timedelta(seconds=60))
     options = (
@@ -128,11 +186,11 @@ def meet_a_failed_peer(rank: int, failure: str, phase: str) -> tuple[str, str, f
         PlacementOption(ParallelConfig(1, 2, 1), (0, 1)),
     )
     mix = Mix(3, (30, 8), options)
-    groups = ProcessGroupCache(timedelta(seconds=TIMEOUT_S))
-    groups.prepare(mix.rank_sets)
-    engine = CoalescedAttentionEngine(groups)
+    engine = make_engine(mix.rank_sets, TIMEOUT_S, transport)
+    engine.observer.step = 5
     engine.install(mix.schedule(rank))
     q, k, v, dout = mix.local(rank)
+    engine(q, k, v)  # the first layer
     out = engine(q.requires_grad_(), k, v) if phase == "backward" else q
     if rank == 1:
         if failure == "dies":
@@ -148,10 +206,12 @@ def meet_a_failed_peer(rank: int, failure: str, phase: str) -> tuple[str, str, f
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 @pytest.mark.parametrize("failure", ["sleeps", "dies"])
-def test_a_failed_peer_is_reported_in_time(failure: str, phase: str) -> None:
-    outcomes = run_outcomes(meet_a_failed_peer, 3, failure, phase, group=False)
+@pytest.mark.parametrize("transport", ["groups", "parent"])
+def test_a_failed_peer_is_reported_in_time(transport: str, failure: str, phase: str) -> None:
+    outcomes = run_outcomes(meet_a_failed_peer, 3, failure, phase, transport, group=False)
     for outcome in (outcomes[0], outcomes[2]):
         kind, message, elapsed_s = outcome.value
         assert kind == CollectiveError.__name__
         assert f"ring exchange in the {phase} of sequence 0 split (1,1,3) over ranks (0, 1, 2)" in message
+        assert message.startswith("[step 5] ") and f"({phase}, layer 1)" in message
         assert elapsed_s < TIMEOUT_S + GRACE_S

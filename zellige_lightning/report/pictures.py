@@ -34,18 +34,25 @@ def prices_of(plan: Plan, batch: GlobalBatch, table: ProfileTable, topology: Top
 
 
 def plan_picture(
-    plan: Plan, batch: GlobalBatch, path: str | Path, prices_us: Rows[int] | None = None
+    plan: Plan,
+    batch: GlobalBatch,
+    path: str | Path,
+    prices_us: Rows[int] | None = None,
+    caption: str = "",
 ) -> Path:
     """`plan_figure`, written to `path`."""
-    return _save(plan_figure(plan, batch, prices_us), path)
+    return _save(plan_figure(plan, batch, prices_us, caption), path)
 
 
-def plan_figure(plan: Plan, batch: GlobalBatch, prices_us: Rows[int] | None = None) -> Figure:
+def plan_figure(
+    plan: Plan, batch: GlobalBatch, prices_us: Rows[int] | None = None, caption: str = ""
+) -> Figure:
     """Ranks as bars, stacked in execution order; warm segments are videos, cool ones images, splits hatched.
 
     Args:
         prices_us: price of each sequence per participating rank. Bars then show predicted time and the
             line is the proven load floor; without prices bars show tokens and the line is their mean.
+        caption: a further line of the title, such as what the step sent.
     """
     figure, axes = _canvas(1.1 * plan.world_size + 3.0, 4.2)
     shades = _shades(batch)
@@ -70,7 +77,8 @@ def plan_figure(plan: Plan, batch: GlobalBatch, prices_us: Rows[int] | None = No
     axes.set_xticks(range(plan.world_size))
     axes.set_xlabel("rank")
     axes.set_ylabel("tokens" if prices_us is None else "predicted time (ms)")
-    axes.set_title(f"{plan.planner}: batch {plan.step}, {len(lengths)} sequences, {plan.num_splits} split")
+    title = f"{plan.planner}: batch {plan.step}, {len(lengths)} sequences, {plan.num_splits} split"
+    axes.set_title(f"{title}\n{caption}" if caption else title)
     _legend(axes, shades, "mean" if prices_us is None else "load floor")
     return figure
 

@@ -67,6 +67,12 @@ class StepRecord:
         return max((sum(one.kernel_calls.values()) for one in self.counters), default=0)
 
     @property
+    def exchanged(self) -> str:
+        """What the step sent and called, in one line."""
+        megabytes = f"{self.bytes_sent / 1e6:.3g} MB sent, {self.network_bytes / 1e6:.3g} between nodes"
+        return f"{megabytes}; at most {self.collectives} exchanges and {self.kernel_calls} kernels on a rank"
+
+    @property
     def placed(self) -> GlobalBatch:
         """What `plan` places."""
         return self.wave or self.batch

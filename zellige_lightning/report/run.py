@@ -42,7 +42,7 @@ def draw_plan(table: ProfileTable, topology: Topology, records: Rows[StepRecord]
     """Writes the picture of the plan that shows most; returns its path."""
     record = max(records, key=_interest)
     prices = prices_of(record.plan, record.placed, table, topology)
-    return plan_picture(record.plan, record.placed, folder / "plan.png", prices)
+    return plan_picture(record.plan, record.placed, folder / "plan.png", prices, record.exchanged)
 
 
 def _interest(record: StepRecord) -> tuple[int, int]:
