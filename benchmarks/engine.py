@@ -1,7 +1,8 @@
 """The attention engine against its alternatives, in one run on this machine: `python benchmarks/engine.py`.
 
 Two processes, each pinned to a core. Every comparison interleaves its variants and takes medians, so that
-what else the machine does hits all alike. Ratios above 1 say that the engine's way is faster.
+what else the machine does hits all alike. Ratios above 1 say that the engine's way is faster. The bytes of
+the paper's V50 workload are modeled: counted from plans, without processes.
 """
 
 from __future__ import annotations
@@ -18,9 +19,12 @@ import torch
 import torch.nn.functional as F
 from ranks import machine, run_on_ranks
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
-from zellige_lightning.engine import CoalescedAttentionEngine, ProcessGroupCache
+from zellige_lightning.engine import CoalescedAttentionEngine, ProcessGroupCache, checkpoint
 from zellige_lightning.placement import ParallelConfig, PlacementOption, build_schedule, whole
+from zellige_lightning.placement.schedule import padded
+from zellige_lightning.simulator.suites import v50_bytes
 
 HEADS, DIM = 12, 64
 LONG, IMAGE, IMAGES = 4096, 256, 16
@@ -96,6 +100,58 @@ def images(rank: int, engine: CoalescedAttentionEngine, repeats: int) -> dict[st
     return medians_s(variants, repeats)
 
 
+def overlap(rank: int, engine: CoalescedAttentionEngine, repeats: int) -> dict[str, float]:
+    """A split sequence next to whole images, which can run while its exchanges are in flight."""
+    options = [PlacementOption(SPLITS["ulysses"], (0, 1))] + [whole(i % 2) for i in range(IMAGES)]
+    lengths = [LONG // 2] + [IMAGE] * IMAGES
+    schedule = build_schedule(options, lengths, rank, 2)
+    inputs = random_qkv(schedule.num_tokens)
+
+    def variant(on: bool) -> Variant:
+        def run() -> None:
+            engine.overlap = on
+            engine.install(schedule)
+            engine(*inputs).sum().backward()
+            engine.overlap = True
+
+        return run
+
+    return medians_s({"on": variant(True), "off": variant(False)}, repeats)
+
+
+def kept_forwards(rank: int, engine: CoalescedAttentionEngine) -> dict[str, float]:
+    """Attention forwards of a checkpointed step with attention kept and without, counted."""
+    counts = {}
+    schedule = build_schedule(
+        [PlacementOption(SPLITS["ring"], (0, 1)), whole(0), whole(1)], [512] * 3, rank, 2
+    )
+    x = random_qkv(schedule.num_tokens)[0]
+    for name, kept in (("none", frozenset()), ("all", frozenset(range(3)))):
+        engine.install(schedule, kept)
+        engine.counters.reset()
+        checkpoint(lambda y: engine(y, y, y), x, engine=engine).sum().backward()
+        counts[name] = float(engine.counters.kernel_calls["forward"])
+    return counts
+
+
+def compiled_graphs(rank: int, engine: CoalescedAttentionEngine) -> dict[str, float]:
+    """Graphs of a compiled call over plans of many shapes, ranks with 0 and 1 tokens among them."""
+    counter = CompileCounterWithBackend("aot_eager")
+    call = torch.compile(lambda q, k, v: engine(q, k, v) * 2.0, backend=counter, fullgraph=True, dynamic=True)
+    split = PlacementOption(SPLITS["ulysses"], (0, 1))
+    for options, lengths in (
+        ([split, whole(0), whole(1)], [100, 30, 40]),
+        ([whole(0), whole(0)], [64, 33]),
+        ([whole(0), whole(1)], [50, 1]),
+        ([split], [3]),
+        ([split, split, whole(1)], [7, 90, 12]),
+    ):
+        schedule = padded(build_schedule(options, lengths, rank, 2))
+        engine.install(schedule)
+        call(*random_qkv(schedule.num_tokens)).sum().backward()
+    return {"graphs": float(counter.frame_count)}
+
+
 def one_call_each(engine: CoalescedAttentionEngine, rank: int) -> Variant:
     """The Ulysses images again, an engine call for each: what coalescing saves."""
     runs = [planned(engine, rank, [PlacementOption(SPLITS["ulysses"], (0, 1))], IMAGE) for _ in range(IMAGES)]
@@ -115,6 +171,9 @@ def measure(rank: int, repeats: int) -> dict[str, dict[str, float]]:
     return {
         "long": split_against_whole(rank, engine, repeats),
         "images": images(rank, engine, 5 * repeats),
+        "overlap": overlap(rank, engine, repeats),
+        "kept": kept_forwards(rank, engine),
+        "compiled": compiled_graphs(rank, engine),
     }
 
 
@@ -130,6 +189,11 @@ def figures(of_ranks: list[dict[str, dict[str, float]]]) -> dict[str, float]:
     out["whole_images_speedup"] = min(image[name] for name in SPLITS) / image["whole"]
     out["coalesced_speedup"] = image["call per segment"] / image["ulysses"]
     out["single_rank_overhead_pct"] = 100 * (image["whole"] / image["plain"] - 1)
+    out["overlap_gain_pct"] = 100 * (slower["overlap"]["off"] / slower["overlap"]["on"] - 1)
+    out["attn_forwards_saved_ratio"] = slower["kept"]["all"] / slower["kept"]["none"]
+    out["max_graphs"] = slower["compiled"]["graphs"]
+    v50 = v50_bytes()
+    out["v50_bytes_vs_usp"], out["v50_bytes_vs_knapformer"] = v50.vs_usp, v50.vs_knapformer
     return {name: round(value, 3) for name, value in out.items()}
 
 

@@ -144,7 +144,7 @@ class Services:
 
     def stop_attending(self) -> None:
         """Leave attention alone: between steps the model may run on anything, such as a sample to look at."""
-        self.engine.uninstall()
+        self.engine.forget()
         self.router.attention = None
 
     def close(self) -> None:

@@ -79,6 +79,7 @@ class CoalescedAttentionEngine:
         gather_chunks: int = 4,
     ) -> None:
         self.keep_when_compiled = keep_when_compiled
+        self.overlap = True  # run the whole pack while the first exchange is in flight
         self.observer, self._most_chunks = StepObserver(), gather_chunks
         self._transport = GroupTransport(groups, self.observer) if groups is not None else None
         self._lowered: OrderedDict[int, _Lowered] = OrderedDict()
@@ -132,6 +133,12 @@ class CoalescedAttentionEngine:
         if keep:
             self._kept.add(schedule_id)
         return torch.tensor([schedule_id])
+
+    def forget(self) -> None:
+        """Drop all schedules, with what they hold on the device: no backward is pending any more."""
+        self._current = None
+        self._lowered.clear()
+        self._kept.clear()
 
     def uninstall(self) -> None:
         """Forget the current schedule; those needed by a pending backward stay."""
@@ -261,8 +268,8 @@ class CoalescedAttentionEngine:
         self._run(lowered, split, whole, (dq, dk, dv))
         return dq, dk, dv
 
-    @staticmethod
     def _run(
+        self,
         lowered: _Lowered,
         split: Callable[[SplitAttention, slice], InFlight],
         whole: Callable[[WholePack, slice], tuple[Tensor, ...]],
@@ -279,7 +286,7 @@ class CoalescedAttentionEngine:
                 except StopIteration as done:
                     results = done.value
                 else:
-                    if pending is not None:
+                    if pending is not None and self.overlap:
                         _store(into, pending[0], whole(pending[1], pending[0]))
                         pending = None
             _store(into, rows, results)
