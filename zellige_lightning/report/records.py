@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from statistics import fmean
+from typing import TYPE_CHECKING
 
-from zellige_lightning.engine.counters import Counters
 from zellige_lightning.placement import GlobalBatch, Plan
+
+if TYPE_CHECKING:  # plans are drawn where torch is not installed as well
+    from zellige_lightning.engine.counters import Counters
 
 
 @dataclass(frozen=True)
