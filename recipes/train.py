@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ def train(config: DictConfig) -> dict[str, Any]:
         ConfigError: no model or no data was chosen, or a setting is wrong.
     """
     began = time.monotonic()
+    # Lightning's own helper uses what torch 2.13 has deprecated; nobody who trains can act on it.
+    warnings.filterwarnings("ignore", module=r"lightning\.pytorch\.utilities\._pytree")
     for group in ("model", "data"):
         if config.get(group) is None:
             raise ConfigError(f"no {group} was chosen", fix="add recipe=demo, or see `zellige-train --help`")
