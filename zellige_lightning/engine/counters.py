@@ -15,7 +15,9 @@ PASSES = ("forward", "backward")
 
 def link_between(rank: int, peer: int, topology: Topology | None) -> str:
     """The class of the link between two ranks; without a topology all ranks share a node."""
-    return "node" if topology is None or topology.class_of((rank, peer)) == "node" else "network"
+    if topology is None or topology.node_of[rank] == topology.node_of[peer]:
+        return "node"
+    return "network"
 
 
 @dataclass
