@@ -68,6 +68,8 @@ class Data(LightningDataModule):
 class WavePlanner:
     """Deals each batch to waves and places them at random: harder than what a planner would do."""
 
+    hit_rate = 0.0
+
     def __init__(self, num_waves: int, world: int) -> None:
         self._num_waves, self._world = num_waves, world
 

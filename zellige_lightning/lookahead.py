@@ -37,6 +37,7 @@ class PlannedStep:
         exposed_ms: how long training waited for it; set when it is taken.
         stop: some rank asked to stop before this batch.
         opens_window: whether an optimizer step begins with this batch; set when it is taken.
+        hit_rate: share of batches so far whose plan came from the cache, 0 to 1.
     """
 
     batch: GlobalBatch
@@ -45,6 +46,7 @@ class PlannedStep:
     stop: bool = False
     exposed_ms: float = 0.0
     opens_window: bool = True
+    hit_rate: float = 0.0
 
 
 class StepPreparer:
@@ -74,13 +76,14 @@ class StepPreparer:
             error.agreed = True
             raise error
         shared = json.loads(self._agreement.on_first(lambda: self._solve(batch)))
-        waves = [(tuple(members), Plan.from_json(plan)) for members, plan in shared]
+        waves = [(tuple(members), Plan.from_json(plan)) for members, plan in shared["waves"]]
         rank_batches = self._agreement.together(lambda: self._read(loader, batch, waves, accumulation))
         elapsed = 1e3 * (time.perf_counter() - began)
-        return PlannedStep(batch, rank_batches, elapsed, stop=any(stop for _, stop in reports))
+        stop = any(stop for _, stop in reports)
+        return PlannedStep(batch, rank_batches, elapsed, stop, hit_rate=shared["hit_rate"])
 
     def _solve(self, batch: GlobalBatch) -> str:
-        """[members, plan] of each wave, as JSON."""
+        """[members, plan] of each wave, and the hit rate of the plan cache, as JSON."""
         try:
             waves = self._planner.plan_waves(batch)
         except ZelligeError as error:
@@ -92,7 +95,8 @@ class StepPreparer:
                 fix="report this with the batch that caused it, or try another planner",
                 step=batch.step,
             ) from error
-        return json.dumps([[wave.members, wave.plan.to_json()] for wave in waves])
+        shared = [[wave.members, wave.plan.to_json()] for wave in waves]
+        return json.dumps({"waves": shared, "hit_rate": self._planner.hit_rate})
 
     def _read(
         self,

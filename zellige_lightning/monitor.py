@@ -45,6 +45,9 @@ class MakespanMonitor(Callback):
             "makespan_error_pct": record.error_pct,
             "imbalance": record.measured_imbalance,
             "splits": float(record.num_splits),
+            "waves": float(record.num_waves),
+            "gap_pct": 100.0 * min(record.plan.gap, 10.0),  # certified; 1000 where nothing was proven
+            "plan_cache_hit_rate": record.hit_rate,
             "solve_ms": record.solve_ms,
             "exposed_ms": record.exposed_ms,
             "bytes_mb": record.bytes_sent / 1e6,  # all ranks, forward and backward

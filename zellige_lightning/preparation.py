@@ -59,7 +59,7 @@ def prepare_planner(job: Job, services: Services) -> tuple[ProfileTable, Planner
     shape = services.agreement.together(lambda: inspect_module(job, services.router, world))
     degrees = planned_degrees(world, job.planner.max_degree)
     configs = tuple(c for c in legal_configs(shape.num_heads, world) if c.degree in degrees)
-    topology = services.engine.observer.topology = services.topology()
+    topology = services.engine.observer.topology = services.topology(job.planner.ranks_per_node)
     with connections.recorded():
         services.groups.prepare(legal_family(topology, job.planner.family, degrees))
     geometry = services.agreement.together(
@@ -71,6 +71,8 @@ def prepare_planner(job: Job, services: Services) -> tuple[ProfileTable, Planner
     services.saving = replace(services.saving, bytes_per_token=saved, cap_mib=cap_mib)
     table = _profile(job, services, configs, topology, memory, cap_mib)
     planner = make_planner(job.planner, table, memory, topology, shape.num_heads, cap_mib)
+    if services.agreement.rank == 0:
+        planner.prepare()  # compiles before the first step; whatever is wrong shows again where it is agreed
     rank_zero_info(
         f"zellige: {len(job.loader.buckets)} buckets, {len(configs)} configurations,"
         f" {services.groups}, cap {cap_mib / 1024:.2f} GiB"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,6 +22,7 @@ from zellige_lightning.fingerprint import require_one_plan
 from zellige_lightning.lookahead import PlannedStep, StepPreparer
 from zellige_lightning.mixin import require_mixin
 from zellige_lightning.placement import Topology
+from zellige_lightning.placement.topology import RankSite, detect_topology, rank_site
 from zellige_lightning.planner import ModelGeometry, Planner
 from zellige_lightning.step_trace import write_trace
 
@@ -70,12 +70,11 @@ class Services:
         """Plan with `planner` from now on, in the background thread's own groups."""
         self._preparer = StepPreparer(self._background_agreement, planner, stop_requested)
 
-    def topology(self) -> Topology:
-        """Ranks of one host are a node."""
-        hosts = [
-            self.agreement.share(socket.gethostname(), rank) for rank in range(self.agreement.world_size)
-        ]
-        return Topology(tuple(sorted(set(hosts), key=hosts.index).index(host) for host in hosts))
+    def topology(self, ranks_per_node: int | None) -> Topology:
+        """What the ranks see of their machines, see `detect_topology`."""
+        mine = rank_site().to_text()
+        texts = [self.agreement.share(mine, rank) for rank in range(self.agreement.world_size)]
+        return detect_topology([RankSite.from_text(text) for text in texts], ranks_per_node)
 
     def largest(self, geometry: ModelGeometry) -> ModelGeometry:
         """The geometry with the largest memory coefficients of all ranks, so that all plan alike."""

@@ -58,6 +58,7 @@ def record_of(step: PlannedStep, reports: Sequence[Sequence[int]]) -> StepRecord
         solve_ms=step.prepare_ms,
         exposed_ms=step.exposed_ms,
         num_waves=len(plans),
+        hit_rate=step.hit_rate,
         wave=longest.global_batch if len(plans) > 1 else None,
         counters=tuple(Counters.of_integers(report[2:]) for report in reports),
     )

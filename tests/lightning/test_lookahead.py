@@ -34,6 +34,13 @@ class Observed:
     def __init__(self, planner: Any, delay_s: float, last_step: int) -> None:
         self._planner, self._delay_s, self._last_step = planner, delay_s, last_step
 
+    def prepare(self) -> None:
+        self._planner.prepare()
+
+    @property
+    def hit_rate(self) -> float:
+        return self._planner.hit_rate  # type: ignore[no-any-return]
+
     def plan_waves(self, batch: GlobalBatch) -> Any:
         STARTED.setdefault(batch.step, threading.Event()).set()
         time.sleep(self._delay_s)

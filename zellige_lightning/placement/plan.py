@@ -78,7 +78,9 @@ class Plan:
         lower_bound_us: proven lower bound of the largest load, and `bound_source` that names the proof.
         anchors: indices of the sequences that Eq. (4) calls anchors.
         planner: name of the planner or policy.
-        statuses: solver status of each round, for CP-SAT planners.
+        statuses: status of each round of the solve, such as `OPTIMAL`.
+        split_bound: no placement within epsilon of the bound has fewer splits; 0 where nothing was proven.
+        nodes: search nodes.
         solve_ms: time to produce the plan, model build included. Not part of the digest.
     """
 
@@ -94,6 +96,8 @@ class Plan:
     planner: str = "given"
     statuses: tuple[str, ...] = ()
     solve_ms: float = 0.0
+    split_bound: int = 0
+    nodes: int = 0
 
     @property
     def makespan_us(self) -> int:

@@ -32,6 +32,8 @@ def assemble(
         anchors=tuple(sorted(m for g in brief.anchors for m in problem.groups[g].members)),
         planner=brief.config.name,
         statuses=solution.statuses,
+        split_bound=solution.split_bound,
+        nodes=solution.nodes,
     )
 
 

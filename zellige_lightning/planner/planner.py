@@ -47,6 +47,11 @@ class Planner(Protocol):
         """Pays now for what the first plan would pay otherwise."""
         ...
 
+    @property
+    def hit_rate(self) -> float:
+        """Share of batches that were answered from the cache."""
+        ...
+
 
 def make_planner(
     config: PlannerConfig,

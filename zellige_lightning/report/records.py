@@ -28,6 +28,7 @@ class StepRecord:
         exposed_ms: the part of planning and its exchange that training waited for.
         num_waves: planned parts that the batch was trained in, one after the other.
         wave: the part that `plan` places; None where the batch is trained at once.
+        hit_rate: share of batches so far whose plan came from the cache.
         counters: of the engine, by rank, over forward and backward of all waves.
     """
 
@@ -43,6 +44,7 @@ class StepRecord:
     exposed_ms: float
     num_waves: int = 1
     wave: GlobalBatch | None = None
+    hit_rate: float = 0.0
     counters: tuple[Counters, ...] = ()
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence as Rows
 from pathlib import Path
 
@@ -26,6 +27,8 @@ def show_plans(
         say(f"\n{part}")
     if "solve_ms_mean" in figures:
         say("\n" + _in_short(figures))
+    if records:
+        say(_certificates(records))
     return figures
 
 
@@ -36,6 +39,14 @@ def _in_short(figures: Mapping[str, float]) -> str:
         f" planning {figures['solve_ms_mean']:.1f} ms a batch,"
         f" {figures['exposed_planning_pct']:.1f} % of it exposed"
     )
+
+
+def _certificates(records: Rows[StepRecord]) -> str:
+    """How far the plans can be from the optimum at most, and what proves it."""
+    sources = Counter(record.plan.bound_source for record in records)
+    named = ", ".join(f"{source} ({count})" for source, count in sources.most_common())
+    worst = 100.0 * max(record.plan.gap for record in records)
+    return f"certified gap at most {worst:.2f} %, bounds by {named}"
 
 
 def draw_plan(table: ProfileTable, topology: Topology, records: Rows[StepRecord], folder: Path) -> Path:
