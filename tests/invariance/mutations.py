@@ -11,7 +11,7 @@ from torch import Tensor
 import zellige_lightning.batch as batch_module
 from zellige_lightning.batch import RankBatch
 from zellige_lightning.engine import layout as layout_module
-from zellige_lightning.engine.attention import SplitAttention
+from zellige_lightning.engine.keys import KeyAxes
 from zellige_lightning.placement import schedule as schedule_module
 from zellige_lightning.recipes.wan21.flow import FlowMatching
 
@@ -48,14 +48,11 @@ def world_factor_dropped() -> Undo:
 def key_gradients_not_reduced() -> Undo:
     """Each position keeps its own part of dK/dV instead of the sum over the query axis."""
 
-    def keep(self: SplitAttention, dkv: Tensor) -> Any:
-        rows = self.layout.query_rows
-        iq = self.layout.coordinates[0]
-        start = sum(self.layout.super_shard_rows(i, self.layout.coordinates[1]) for i in range(iq))
-        return dkv[start : start + rows]
-        yield  # a generator, as the original
+    def keep(self: KeyAxes, reducing: Any) -> Tensor:
+        own = self._layout.coordinates[0]
+        return reducing.wait().unflatten(0, (self._config.q, -1))[own]
 
-    return _patch(SplitAttention, "_reduce_keys", keep)
+    return _patch(KeyAxes, "_reduced", keep)
 
 
 def rope_restarts_per_shard() -> Undo:
