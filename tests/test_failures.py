@@ -124,13 +124,13 @@ def _fit(rank: int, fault: str, faulty_rank: int, settings: dict[str, Any]) -> N
 
 def _break_planner() -> None:
     class Broken:
-        def plan_waves(self, batch: Any) -> Any:
+        def plan_ladder(self, batch: Any, carried: Any) -> Any:
             raise IndexError("a bug in somebody's planner")
 
     original = lookahead.StepPreparer.__init__
 
-    def init(self: Any, agreement: Any, planner: Any, stop: Any) -> None:
-        original(self, agreement, Broken(), stop)
+    def init(self: Any, agreement: Any, planner: Any, *rest: Any) -> None:
+        original(self, agreement, Broken(), *rest)
 
     lookahead.StepPreparer.__init__ = init  # type: ignore[method-assign]
 

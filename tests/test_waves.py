@@ -17,6 +17,7 @@ from tests.test_placement_invariance import make_sequence, placed_at_random
 from zellige_lightning import ZelligeDataModule, ZelligeStrategy, lookahead
 from zellige_lightning.batch import RankBatch
 from zellige_lightning.placement import GlobalBatch, Plan
+from zellige_lightning.planner.deferral import PlannedBatch
 from zellige_lightning.planner.waves import Wave
 from zellige_lightning.sources import Sample
 
@@ -73,11 +74,11 @@ class WavePlanner:
     def __init__(self, num_waves: int, world: int) -> None:
         self._num_waves, self._world = num_waves, world
 
-    def plan_waves(self, batch: GlobalBatch) -> list[Wave]:
+    def plan_ladder(self, batch: GlobalBatch, carried: Any = ()) -> PlannedBatch:
         rng = random.Random(batch.step)
         order = rng.sample(range(len(batch.sequences)), len(batch.sequences))
         dealt = [tuple(sorted(order[i :: self._num_waves])) for i in range(self._num_waves)]
-        return [self._plan(rng, batch, members) for members in dealt if members]
+        return PlannedBatch(batch, tuple(self._plan(rng, batch, members) for members in dealt if members))
 
     def _plan(self, rng: random.Random, batch: GlobalBatch, members: tuple[int, ...]) -> Wave:
         part, nothing = batch.part(members), (0,) * self._world
@@ -95,8 +96,8 @@ def train(rank: int, num_waves: int, accumulation: int) -> dict[str, Any]:
     world = int(os.environ["WORLD_SIZE"])
     original = lookahead.StepPreparer.__init__
 
-    def init(self: Any, agreement: Any, planner: Any, stop: Any) -> None:
-        original(self, agreement, WavePlanner(num_waves, world), stop)
+    def init(self: Any, agreement: Any, planner: Any, *rest: Any) -> None:
+        original(self, agreement, WavePlanner(num_waves, world), *rest)
 
     lookahead.StepPreparer.__init__ = init  # type: ignore[method-assign]
     module = Module().double()

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from zellige_lightning.agreement import Agreement
 from zellige_lightning.background import Background
@@ -24,6 +24,7 @@ from zellige_lightning.errors import DataError, PlanningError, ZelligeError
 from zellige_lightning.loader import GlobalBatchLoader
 from zellige_lightning.placement import GlobalBatch, Plan
 from zellige_lightning.planner import Planner
+from zellige_lightning.planner.deferral import Deferred, carry, withhold
 
 
 @dataclass
@@ -38,6 +39,7 @@ class PlannedStep:
         stop: some rank asked to stop before this batch.
         opens_window: whether an optimizer step begins with this batch; set when it is taken.
         hit_rate: share of batches so far whose plan came from the cache, 0 to 1.
+        deferred: (key, bucket) of what waits for the next batch (`planner.defer`).
     """
 
     batch: GlobalBatch
@@ -47,6 +49,7 @@ class PlannedStep:
     exposed_ms: float = 0.0
     opens_window: bool = True
     hit_rate: float = 0.0
+    deferred: tuple[Deferred, ...] = ()
 
 
 class StepPreparer:
@@ -55,8 +58,15 @@ class StepPreparer:
     Errors are agreed: whatever fails on one rank while planning or reading is raised on all, before the step.
     """
 
-    def __init__(self, agreement: Agreement, planner: Planner, stop_requested: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        agreement: Agreement,
+        planner: Planner,
+        stop_requested: Callable[[], bool],
+        deferred: tuple[Deferred, ...] = (),
+    ) -> None:
         self._agreement, self._planner, self._stop_requested = agreement, planner, stop_requested
+        self._deferred = deferred
 
     def prepare(self, loader: GlobalBatchLoader, batch: GlobalBatch, accumulation: int) -> PlannedStep:
         """Agree on the batch, plan it on rank 0, share the plans, read this rank's tokens.
@@ -66,6 +76,7 @@ class StepPreparer:
             PlanningError: no placement; also for whatever else the planner raises.
         """
         began = time.perf_counter()
+        batch = carry(batch, self._deferred)
         reports = self._agreement.gather([batch.digest, int(self._stop_requested())])
         if len({digest for digest, _ in reports}) > 1:
             error = DataError(
@@ -76,16 +87,21 @@ class StepPreparer:
             error.agreed = True
             raise error
         shared = json.loads(self._agreement.on_first(lambda: self._solve(batch)))
+        batch, self._deferred = withhold(batch, shared["waiting"])
+        if shared["report"]:
+            rank_zero_info(shared["report"])
         waves = [(tuple(members), Plan.from_json(plan)) for members, plan in shared["waves"]]
         rank_batches = self._agreement.together(lambda: self._read(loader, batch, waves, accumulation))
         elapsed = 1e3 * (time.perf_counter() - began)
         stop = any(stop for _, stop in reports)
-        return PlannedStep(batch, rank_batches, elapsed, stop, hit_rate=shared["hit_rate"])
+        step = PlannedStep(batch, rank_batches, elapsed, stop, hit_rate=shared["hit_rate"])
+        step.deferred = self._deferred
+        return step
 
     def _solve(self, batch: GlobalBatch) -> str:
-        """[members, plan] of each wave, and the hit rate of the plan cache, as JSON."""
+        """What rank 0 found, as JSON for all."""
         try:
-            waves = self._planner.plan_waves(batch)
+            planned = self._planner.plan_ladder(batch, [key for key, _ in self._deferred])
         except ZelligeError as error:
             error.step = batch.step
             raise
@@ -95,8 +111,14 @@ class StepPreparer:
                 fix="report this with the batch that caused it, or try another planner",
                 step=batch.step,
             ) from error
-        shared = [[wave.members, wave.plan.to_json()] for wave in waves]
-        return json.dumps({"waves": shared, "hit_rate": self._planner.hit_rate})
+        return json.dumps(
+            {
+                "waves": [[wave.members, wave.plan.to_json()] for wave in planned.waves],
+                "waiting": planned.waiting,
+                "report": planned.report,
+                "hit_rate": self._planner.hit_rate,
+            }
+        )
 
     def _read(
         self,

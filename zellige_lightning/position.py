@@ -8,18 +8,29 @@ from __future__ import annotations
 
 from typing import Any
 
+from zellige_lightning.placement import Bucket
+from zellige_lightning.planner.deferral import Deferred
+
 KEY = "zellige"
 
 
-def set_apart(checkpoint: dict[str, Any]) -> None:
-    """Move the position to `checkpoint["zellige"]["position"]`."""
+def set_apart(checkpoint: dict[str, Any], deferred: tuple[Deferred, ...] = ()) -> None:
+    """Move the position to `checkpoint["zellige"]["position"]`, beside what waits for the next batch."""
     loop = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
     if states := loop.get("combined_loader"):
         loop["combined_loader"] = []
-        checkpoint[KEY] = {"position": states[0]}
+        waiting = [[key, bucket.name, list(bucket.grid)] for key, bucket in deferred]
+        checkpoint[KEY] = {"position": states[0], "deferred": waiting}
 
 
 def position_in(checkpoint: dict[str, Any]) -> dict[str, int] | None:
     """{"epoch", "delivered"}, or None in a checkpoint of another strategy."""
     ours = checkpoint.get(KEY)
     return ours["position"] if isinstance(ours, dict) else None
+
+
+def deferred_in(checkpoint: dict[str, Any]) -> tuple[Deferred, ...]:
+    """What waited for the batch after the checkpoint."""
+    ours = checkpoint.get(KEY)
+    waiting = ours.get("deferred", []) if isinstance(ours, dict) else []
+    return tuple((key, Bucket(name, tuple(grid))) for key, name, grid in waiting)

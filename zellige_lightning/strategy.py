@@ -36,7 +36,8 @@ from zellige_lightning.lookahead import LookaheadLoader, PendingStep, PlannedSte
 from zellige_lightning.mixin import CoalescedAttentionMixin
 from zellige_lightning.monitor import MakespanMonitor
 from zellige_lightning.planner import PlannerConfig, ProfileTable
-from zellige_lightning.position import position_in, set_apart
+from zellige_lightning.planner.deferral import Deferred
+from zellige_lightning.position import deferred_in, position_in, set_apart
 from zellige_lightning.preemption import Preemption
 from zellige_lightning.preparation import Job, prepare_planner
 from zellige_lightning.profiler import HardwareProfiler, ProfilerConfig
@@ -106,6 +107,7 @@ class ZelligeStrategy(DDPStrategy):
         self._services: Services | None = None
         self._loaders: list[LookaheadLoader] = []
         self._position: dict[str, int] | None = None
+        self._deferred: tuple[Deferred, ...] = ()
         self._alone = False  # after a failure inside a step nobody answers any more
         self._timer = StepTimer()
 
@@ -223,7 +225,8 @@ class ZelligeStrategy(DDPStrategy):
         )
         with isolate_rng():
             self.profile, planner = prepare_planner(job, services)
-        services.plan_with(planner, lambda: self.preemption.requested)
+        waiting = self._deferred if self._trainer.fit_loop.restarting else ()
+        services.plan_with(planner, lambda: self.preemption.requested, waiting)
         rank_zero_info(f"zellige: ready in {time.perf_counter() - began:.1f} s")
 
     def take(self, pending: PendingStep) -> RankBatch:
@@ -300,7 +303,7 @@ class ZelligeStrategy(DDPStrategy):
         """What the ranks measured of the planned step that just ended. A collective."""
         step = self.planned_step
         assert step is not None
-        self.planned_step = None
+        self.planned_step, self._deferred = None, step.deferred
         wall_us, busy_us = self._timer.read()
         counted = self.services.engine.counters.to_integers()
         reports = self.services.agreement.gather([wall_us, busy_us, *counted])
@@ -311,12 +314,12 @@ class ZelligeStrategy(DDPStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         if self._loaders:
-            set_apart(checkpoint)
+            set_apart(checkpoint, self._deferred)
         super().save_checkpoint(checkpoint, *args, **kwargs)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(*args, **kwargs)
-        self._position = position_in(checkpoint)
+        self._position, self._deferred = position_in(checkpoint), deferred_in(checkpoint)
         return checkpoint
 
     # ---- stopping and failing ------------------------------------------------------------------------------

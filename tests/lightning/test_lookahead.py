@@ -41,12 +41,12 @@ class Observed:
     def hit_rate(self) -> float:
         return self._planner.hit_rate  # type: ignore[no-any-return]
 
-    def plan_waves(self, batch: GlobalBatch) -> Any:
+    def plan_ladder(self, batch: GlobalBatch, carried: Any = ()) -> Any:
         STARTED.setdefault(batch.step, threading.Event()).set()
         time.sleep(self._delay_s)
         if batch.step >= self._last_step:
             raise RuntimeError("a batch that nobody trains was planned, and failed")
-        return self._planner.plan_waves(batch)
+        return self._planner.plan_ladder(batch, carried)
 
 
 STARTED: dict[int, threading.Event] = {}

@@ -241,7 +241,7 @@ class CoalescedAttentionEngine:
         def whole(attention: WholePack, rows: slice) -> tuple[Tensor, ...]:
             return attention.forward(q[rows], k[rows], v[rows], scale)
 
-        self._run(lowered, split, whole, (out, lse))
+        out, lse = self._run(lowered, split, whole, (out, lse))
         return out, lse
 
     def backward(
@@ -265,7 +265,7 @@ class CoalescedAttentionEngine:
         def whole(attention: WholePack, rows: slice) -> tuple[Tensor, ...]:
             return attention.backward(dout[rows], q[rows], k[rows], v[rows], out[rows], lse[rows], scale)
 
-        self._run(lowered, split, whole, (dq, dk, dv))
+        dq, dk, dv = self._run(lowered, split, whole, (dq, dk, dv))
         return dq, dk, dv
 
     def _run(
@@ -274,9 +274,11 @@ class CoalescedAttentionEngine:
         split: Callable[[SplitAttention, slice], InFlight],
         whole: Callable[[WholePack, slice], tuple[Tensor, ...]],
         into: tuple[Tensor, ...],
-    ) -> None:
+    ) -> tuple[Tensor, ...]:
         """Blocks in order; the whole pack runs while the first exchange is in flight, since it needs none."""
         pending = lowered.whole
+        if pending is not None and not lowered.split:  # nothing to put together
+            return tuple(result.contiguous() for result in whole(pending[1], pending[0]))
         for rows, attention in lowered.split:
             running = split(attention, rows)
             results = None
@@ -292,6 +294,7 @@ class CoalescedAttentionEngine:
             _store(into, rows, results)
         if pending is not None:
             _store(into, pending[0], whole(pending[1], pending[0]))
+        return into
 
 
 def _store(into: tuple[Tensor, ...], rows: slice, results: tuple[Tensor, ...]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 import torch
@@ -31,6 +31,11 @@ def _tokens_first(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(0, 1)
 
 
+def _joined(parts: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """Each result over all runs; the only run's own where there is one, without a copy."""
+    return tuple(torch.cat(pieces) if len(pieces) > 1 else pieces[0] for pieces in zip(*parts, strict=True))
+
+
 class CpuFlashKernel:
     """PyTorch's flash attention for CPU, one call per run of segments of equal shape."""
 
@@ -45,8 +50,7 @@ class CpuFlashKernel:
         k_lengths: PackedLengths,
         scale: float,
     ) -> tuple[Tensor, Tensor]:
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        lse = torch.empty(q.shape[:2], dtype=accumulation_dtype(q.dtype))
+        parts = []
         for count, qs, ql, ks, kl in _runs(q_lengths, k_lengths):
             o, s = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 _heads_first(q, qs, count, ql),
@@ -54,8 +58,8 @@ class CpuFlashKernel:
                 _heads_first(v, ks, count, kl),
                 scale=scale,
             )
-            out[qs : qs + count * ql] = _tokens_first(o)
-            lse[qs : qs + count * ql] = _tokens_first(s)
+            parts.append((_tokens_first(o), _tokens_first(s)))
+        out, lse = _joined(parts)
         return out, lse
 
     def backward(
@@ -70,7 +74,7 @@ class CpuFlashKernel:
         k_lengths: PackedLengths,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        parts = []
         for count, qs, ql, ks, kl in _runs(q_lengths, k_lengths):
             grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 _heads_first(dout, qs, count, ql),
@@ -83,10 +87,8 @@ class CpuFlashKernel:
                 False,
                 scale=scale,
             )
-            for into, grad, start, length in zip(
-                (dq, dk, dv), grads, (qs, ks, ks), (ql, kl, kl), strict=True
-            ):
-                into[start : start + count * length] = _tokens_first(grad)
+            parts.append(tuple(_tokens_first(grad) for grad in grads))
+        dq, dk, dv = _joined(parts)
         return dq, dk, dv
 
 

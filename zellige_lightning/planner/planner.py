@@ -39,8 +39,8 @@ class Planner(Protocol):
         """Raises: PlanningError where no placement was found."""
         ...
 
-    def plan_waves(self, batch: GlobalBatch) -> list[Wave]:
-        """The batch in parts where it does not fit at once. Raises: PlanningError where these fit neither."""
+    def plan_ladder(self, batch: GlobalBatch, carried: Collection[str] = ()) -> PlannedBatch:
+        """The batch at once, in waves, or without what must wait. Raises: PlanningError."""
         ...
 
     def prepare(self) -> None:
