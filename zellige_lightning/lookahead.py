@@ -56,17 +56,14 @@ class StepPreparer:
     """Turns a `GlobalBatch` into this rank's `PlannedStep`. A collective of all ranks.
 
     Errors are agreed: whatever fails on one rank while planning or reading is raised on all, before the step.
+
+    Attributes:
+        deferred: (key, bucket) of what waits for the next batch; a resumed run sets it before its first.
     """
 
-    def __init__(
-        self,
-        agreement: Agreement,
-        planner: Planner,
-        stop_requested: Callable[[], bool],
-        deferred: tuple[Deferred, ...] = (),
-    ) -> None:
+    def __init__(self, agreement: Agreement, planner: Planner, stop_requested: Callable[[], bool]) -> None:
         self._agreement, self._planner, self._stop_requested = agreement, planner, stop_requested
-        self._deferred = deferred
+        self.deferred: tuple[Deferred, ...] = ()
 
     def prepare(self, loader: GlobalBatchLoader, batch: GlobalBatch, accumulation: int) -> PlannedStep:
         """Agree on the batch, plan it on rank 0, share the plans, read this rank's tokens.
@@ -76,7 +73,7 @@ class StepPreparer:
             PlanningError: no placement; also for whatever else the planner raises.
         """
         began = time.perf_counter()
-        batch = carry(batch, self._deferred)
+        batch = carry(batch, self.deferred)
         reports = self._agreement.gather([batch.digest, int(self._stop_requested())])
         if len({digest for digest, _ in reports}) > 1:
             error = DataError(
@@ -87,7 +84,7 @@ class StepPreparer:
             error.agreed = True
             raise error
         shared = json.loads(self._agreement.on_first(lambda: self._solve(batch)))
-        batch, self._deferred = withhold(batch, shared["waiting"])
+        batch, self.deferred = withhold(batch, shared["waiting"])
         if shared["report"]:
             rank_zero_info(shared["report"])
         waves = [(tuple(members), Plan.from_json(plan)) for members, plan in shared["waves"]]
@@ -95,13 +92,13 @@ class StepPreparer:
         elapsed = 1e3 * (time.perf_counter() - began)
         stop = any(stop for _, stop in reports)
         step = PlannedStep(batch, rank_batches, elapsed, stop, hit_rate=shared["hit_rate"])
-        step.deferred = self._deferred
+        step.deferred = self.deferred
         return step
 
     def _solve(self, batch: GlobalBatch) -> str:
         """What rank 0 found, as JSON for all."""
         try:
-            planned = self._planner.plan_ladder(batch, [key for key, _ in self._deferred])
+            planned = self._planner.plan_ladder(batch, [key for key, _ in self.deferred])
         except ZelligeError as error:
             error.step = batch.step
             raise

@@ -17,10 +17,12 @@ KEY = "zellige"
 def set_apart(checkpoint: dict[str, Any], deferred: tuple[Deferred, ...] = ()) -> None:
     """Move the position to `checkpoint["zellige"]["position"]`, beside what waits for the next batch."""
     loop = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
-    if states := loop.get("combined_loader"):
+    states = loop.get("combined_loader")
+    if states and isinstance(states[0], dict) and set(states[0]) == {"epoch", "delivered"}:
         loop["combined_loader"] = []
-        waiting = [[key, bucket.name, list(bucket.grid)] for key, bucket in deferred]
-        checkpoint[KEY] = {"position": states[0], "deferred": waiting}
+        checkpoint[KEY] = {"position": states[0]}
+        if deferred:
+            checkpoint[KEY]["deferred"] = [[key, bucket.name, list(bucket.grid)] for key, bucket in deferred]
 
 
 def position_in(checkpoint: dict[str, Any]) -> dict[str, int] | None:

@@ -8,7 +8,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +107,7 @@ class Measurement:
     Args:
         module: the user's module; never run itself.
         trial: runs steps of its copies.
-        saving: whose attention is kept, as in training.
+        saving: whose attention is kept, as in training; None for nobody's.
     """
 
     def __init__(
@@ -118,10 +118,10 @@ class Measurement:
         agreement: Agreement,
         trial: TrialStep,
         config: ProfilerConfig,
-        saving: SavePolicy,
+        saving: SavePolicy | None = None,
     ) -> None:
         # What `auto` keeps depends on the memory that a plan leaves: without is the price to count on.
-        self._saving = replace(saving, mode="none") if saving.mode == "auto" else saving
+        self._saving = saving if saving is not None and saving.mode != "auto" else SavePolicy()
         self._engine, self._router, self._agreement, self._config = engine, router, agreement, config
         self._trial = trial
         layers = layer_list(module, list(require_mixin(module).attention_modules()))

@@ -24,7 +24,6 @@ from zellige_lightning.mixin import require_mixin
 from zellige_lightning.placement import Topology
 from zellige_lightning.placement.topology import RankSite, detect_topology, rank_site
 from zellige_lightning.planner import ModelGeometry, Planner
-from zellige_lightning.planner.deferral import Deferred
 from zellige_lightning.step_trace import write_trace
 
 _runs = itertools.count()  # the same on all ranks, since all make the same strategies
@@ -67,15 +66,9 @@ class Services:
         assert self._preparer is not None, "planning is not prepared"
         return self._preparer
 
-    def plan_with(
-        self, planner: Planner, stop_requested: Callable[[], bool], deferred: tuple[Deferred, ...]
-    ) -> None:
-        """Plan with `planner` from now on, in the background thread's own groups.
-
-        Args:
-            deferred: what an earlier run left to the first batch.
-        """
-        self._preparer = StepPreparer(self._background_agreement, planner, stop_requested, deferred)
+    def plan_with(self, planner: Planner, stop_requested: Callable[[], bool]) -> None:
+        """Plan with `planner` from now on, in the background thread's own groups."""
+        self._preparer = StepPreparer(self._background_agreement, planner, stop_requested)
 
     def topology(self, ranks_per_node: int | None) -> Topology:
         """What the ranks see of their machines, see `detect_topology`."""

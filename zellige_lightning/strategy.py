@@ -191,7 +191,7 @@ class ZelligeStrategy(DDPStrategy):
             window=lambda epoch: window_in(trainer, epoch),
             limit=lambda: int(min(trainer.num_training_batches, len(loader))),
             processed=lambda: trainer.fit_loop.epoch_loop.batch_progress.current.processed,
-            resume=lambda: self._position if trainer.fit_loop.restarting else None,
+            resume=self._go_on,
             before_first=lambda: self.prepare_planning(loader),
             depth=self._lookahead,
             fixed_epoch=0 if trainer.overfit_batches else None,
@@ -225,9 +225,15 @@ class ZelligeStrategy(DDPStrategy):
         )
         with isolate_rng():
             self.profile, planner = prepare_planner(job, services)
-        waiting = self._deferred if self._trainer.fit_loop.restarting else ()
-        services.plan_with(planner, lambda: self.preemption.requested, waiting)
+        services.plan_with(planner, lambda: self.preemption.requested)
         rank_zero_info(f"zellige: ready in {time.perf_counter() - began:.1f} s")
+
+    def _go_on(self) -> dict[str, int] | None:
+        """The position to go on from, and what waited there; None unless a checkpoint is being resumed."""
+        if not self._trainer.fit_loop.restarting:
+            return None
+        self.services.preparer.deferred = self._deferred
+        return self._position
 
     def take(self, pending: PendingStep) -> RankBatch:
         """The planned batch of this step; called from the data module's `on_before_batch_transfer`.
@@ -313,8 +319,7 @@ class ZelligeStrategy(DDPStrategy):
     # ---- checkpoints ---------------------------------------------------------------------------------------
 
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        if self._loaders:
-            set_apart(checkpoint, self._deferred)
+        set_apart(checkpoint, self._deferred)
         super().save_checkpoint(checkpoint, *args, **kwargs)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
