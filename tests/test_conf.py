@@ -27,7 +27,7 @@ from zellige_lightning.recipes.wan21.demo_data import DemoDataModule
 from zellige_lightning.recipes.wan21.demo_media import demo_buckets
 from zellige_lightning.recipes.wan21.flow import FlowMatching
 from zellige_lightning.recipes.wan21.module import WanModule
-from zellige_lightning.strategy import EngineConfig, ZelligeStrategy
+from zellige_lightning.strategy import EngineConfig, PlacingStrategy, ZelligeStrategy
 
 CONF = Path(zellige_lightning.conf.__file__).parent
 # conf/cluster is no group of a job: only zellige-plan and the simulator read it.
@@ -117,7 +117,7 @@ def test_nodes_equal_the_defaults_in_python() -> None:
     config = composed("recipe=demo", "model=wan21_1_3b")
     strategy = plain(config.strategy)
     assert {name: strategy[name] for name in ("lookahead", "self_check")}.items() <= python_defaults(
-        ZelligeStrategy
+        PlacingStrategy
     ).items()
     model = {name: value for name, value in plain(config.model).items() if name not in ("_target_", "flow")}
     model["betas"] = tuple(model["betas"])

@@ -116,11 +116,11 @@ class ZelligeDataModule(LightningDataModule):
         return type(owner).on_before_batch_transfer(owner, batch, dataloader_idx)
 
     def _strategy(self) -> Any:
-        from zellige_lightning.strategy import ZelligeStrategy
+        from zellige_lightning.strategy import PlacingStrategy
 
         assert self.trainer is not None
         strategy = self.trainer.strategy
-        if not isinstance(strategy, ZelligeStrategy):
+        if not isinstance(strategy, PlacingStrategy):
             raise ConfigError(
                 f"a planned batch under {type(strategy).__name__}", fix='use strategy="zellige"'
             )

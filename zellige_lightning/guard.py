@@ -12,7 +12,7 @@ from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from zellige_lightning.launch import HydraSafeLauncher
 
 if TYPE_CHECKING:
-    from zellige_lightning.strategy import ZelligeStrategy
+    from zellige_lightning.strategy import PlacingStrategy
 
 
 class GuardedScriptLauncher(HydraSafeLauncher):
@@ -29,7 +29,7 @@ class GuardedProcessLauncher(_MultiProcessingLauncher):
         return super().launch(partial(_run_in_process, function), *args, trainer=trainer, **kwargs)
 
 
-def launcher_for(strategy: ZelligeStrategy, start_method: str) -> Any:
+def launcher_for(strategy: PlacingStrategy, start_method: str) -> Any:
     """The launcher of a start method: `popen`, `spawn`, `fork` or `forkserver`."""
     if start_method == "popen":
         assert strategy.cluster_environment is not None

@@ -23,10 +23,10 @@ class MakespanMonitor(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        from zellige_lightning.strategy import ZelligeStrategy
+        from zellige_lightning.strategy import PlacingStrategy
 
         strategy = trainer.strategy
-        if not isinstance(strategy, ZelligeStrategy) or strategy.planned_step is None:
+        if not isinstance(strategy, PlacingStrategy) or strategy.planned_step is None:
             return
         record = strategy.finish_step()
         self.records.append(record)

@@ -95,9 +95,9 @@ class HardwareProfiler(Callback):
         self.config = ProfilerConfig.of(settings)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        from zellige_lightning.strategy import ZelligeStrategy
+        from zellige_lightning.strategy import PlacingStrategy
 
-        if isinstance(trainer.strategy, ZelligeStrategy):
+        if isinstance(trainer.strategy, PlacingStrategy):
             trainer.strategy.prepare_planning()
 
 

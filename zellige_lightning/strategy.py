@@ -1,8 +1,8 @@
-"""`Trainer(strategy="zellige")`: data parallelism in which every sequence has its own placement.
+"""What every strategy of ours does: data parallelism in which every sequence has its own placement.
 
-The strategy owns what is shared by the ranks: the process groups, the agreement before each step, the
-plan's way to everybody, and what happens when a rank fails. What is computed lives below (`planner`,
-`engine`).
+`ZelligeStrategy` keeps all parameters on every rank, `ZelligeFSDP2Strategy` (`fsdp2.py`) a shard. The
+strategy owns what is shared by the ranks: the process groups, the agreement before each step, the plan's way
+to everybody, and what happens when a rank fails. What is computed lives below (`planner`, `engine`).
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -56,8 +56,15 @@ _NO_BUFFER_SYNC = next(
 )
 
 
-class ZelligeStrategy(DDPStrategy):
-    """Places each sequence of a global batch on ranks of its own choice.
+if TYPE_CHECKING:  # what all Lightning strategies with several processes share has no class of its own
+    _Processes = DDPStrategy
+else:
+    _Processes = ParallelStrategy
+
+
+class PlacingStrategy(_Processes):
+    """Places each sequence of a global batch on ranks of its own choice. Goes before a strategy of Lightning,
+    which says how parameters are kept, among the bases.
 
     Args:
         planner: settings as `PlannerConfig`; None takes the `planner` node of the running Hydra application.
@@ -66,13 +73,11 @@ class ZelligeStrategy(DDPStrategy):
         profiler: settings as `ProfilerConfig`; None as for `planner`.
         lookahead: global batches that are planned and read ahead.
         self_check: compare whole and split on a tiny input before anything is split.
-        base: arguments of `DDPStrategy`; `timeout` is that of every process group.
+        base: arguments of Lightning's strategy; `timeout` is that of every process group.
 
     Raises:
         ConfigError: unknown or contradicting settings.
     """
-
-    strategy_name = "zellige"
 
     def __init__(
         self,
@@ -85,9 +90,6 @@ class ZelligeStrategy(DDPStrategy):
         self_check: bool = True,
         **base: Any,
     ) -> None:
-        base.setdefault("find_unused_parameters", False)
-        base.setdefault("gradient_as_bucket_view", True)
-        base.setdefault(_NO_BUFFER_SYNC, False)
         super().__init__(**base)
         config = PlannerConfig.of(planner if planner is not None else settings_from_hydra("planner"))
         if memory_cap_gib is not None:
@@ -142,11 +144,6 @@ class ZelligeStrategy(DDPStrategy):
 
     def setup(self, trainer: Trainer) -> None:
         self._preemption, self._warned_unplanned = Preemption(trainer), False
-        if self._ddp_kwargs.get("static_graph") and accumulates(trainer):
-            raise ConfigError(
-                "static_graph=True with accumulate_grad_batches > 1 loses gradients",
-                fix="leave static_graph off; placement needs no static graph",
-            )
         super().setup(trainer)
         module = self.lightning_module
         if isinstance(module, CoalescedAttentionMixin):
@@ -381,6 +378,31 @@ class ZelligeStrategy(DDPStrategy):
     def _trainer(self) -> Any:
         assert self.lightning_module is not None
         return self.lightning_module.trainer
+
+
+class ZelligeStrategy(PlacingStrategy, DDPStrategy):
+    """`Trainer(strategy="zellige")`: every rank holds all parameters, as under `DDPStrategy`, whose arguments
+    it takes besides those of `PlacingStrategy`.
+
+    Raises:
+        ConfigError: unknown or contradicting settings.
+    """
+
+    strategy_name = "zellige"
+
+    def __init__(self, **settings: Any) -> None:
+        settings.setdefault("find_unused_parameters", False)
+        settings.setdefault("gradient_as_bucket_view", True)
+        settings.setdefault(_NO_BUFFER_SYNC, False)
+        super().__init__(**settings)
+
+    def setup(self, trainer: Trainer) -> None:
+        if self._ddp_kwargs.get("static_graph") and accumulates(trainer):
+            raise ConfigError(
+                "static_graph=True with accumulate_grad_batches > 1 loses gradients",
+                fix="leave static_graph off; placement needs no static graph",
+            )
+        super().setup(trainer)
 
 
 def _rank_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> RankBatch | None:

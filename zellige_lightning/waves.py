@@ -13,20 +13,19 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import LightningModule
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from zellige_lightning.batch import RankBatch
 from zellige_lightning.lookahead import PlannedStep
 from zellige_lightning.mixin import require_mixin
 
 if TYPE_CHECKING:
-    from zellige_lightning.strategy import ZelligeStrategy
+    from zellige_lightning.strategy import PlacingStrategy
 
 _HOOK = "optimizer_zero_grad"
 
 
 def train_waves(
-    strategy: ZelligeStrategy,
+    strategy: PlacingStrategy,
     step: PlannedStep,
     training_step: Callable[..., Any],
     args: tuple[Any, ...],
@@ -57,7 +56,7 @@ def train_waves(
 
 
 def _run(
-    strategy: ZelligeStrategy,
+    strategy: PlacingStrategy,
     module: LightningModule,
     waves: list[RankBatch],
     training_step: Callable[..., Any],
@@ -74,7 +73,7 @@ def _run(
         with strategy.services.attending(module, wave):
             if number == last:
                 return _raised(training_step(*args, **kwargs), before)
-            with _without_reduction(strategy):
+            with strategy.block_backward_sync():
                 loss = _loss(training_step(*args, **kwargs))
                 _backward(strategy, module, loss)
         before = loss.detach() if before is None else before + loss.detach()
@@ -92,17 +91,12 @@ def release_gradients(module: LightningModule | None) -> None:
         module.__dict__.pop(_HOOK, None)
 
 
-def _as_lightning_would(strategy: ZelligeStrategy, module: LightningModule, wave: RankBatch) -> Any:
+def _as_lightning_would(strategy: PlacingStrategy, module: LightningModule, wave: RankBatch) -> Any:
     """The wave through the user's hooks and onto the device."""
     return strategy.batch_to_device(module._on_before_batch_transfer(wave), dataloader_idx=0)
 
 
-def _without_reduction(strategy: ZelligeStrategy) -> Any:
-    assert isinstance(strategy.model, DistributedDataParallel)
-    return strategy.model.no_sync()
-
-
-def _backward(strategy: ZelligeStrategy, module: LightningModule, loss: Tensor) -> None:
+def _backward(strategy: PlacingStrategy, module: LightningModule, loss: Tensor) -> None:
     """As Lightning does it, without its hooks, which are for the whole batch."""
     scaler = getattr(strategy.precision_plugin, "scaler", None)
     loss = loss / module.trainer.accumulate_grad_batches
