@@ -27,6 +27,7 @@ from zellige_lightning.recipes.wan21.demo_data import DemoDataModule
 from zellige_lightning.recipes.wan21.demo_media import demo_buckets
 from zellige_lightning.recipes.wan21.flow import FlowMatching
 from zellige_lightning.recipes.wan21.module import WanModule
+from zellige_lightning.sources.adaptive_load import AdaptiveLoad
 from zellige_lightning.strategy import EngineConfig, PlacingStrategy, ZelligeStrategy
 
 CONF = Path(zellige_lightning.conf.__file__).parent
@@ -126,7 +127,8 @@ def test_nodes_equal_the_defaults_in_python() -> None:
     assert model == expected
     flow = {name: value for name, value in plain(config.model.flow).items() if name != "_target_"}
     assert flow == field_defaults(FlowMatching) | {"seed": "${seed}"}
-    assert config.data.loss_reduction == python_defaults(ZelligeDataModule)["loss_reduction"]
+    for name in ("loss_reduction", "adaptive_load"):
+        assert config.data[name] == python_defaults(ZelligeDataModule)[name]
     inner = plain(config.data.datamodule)
     del inner["_target_"]
     assert inner == python_defaults(DemoDataModule) | {"seed": "${seed}"}
@@ -152,6 +154,14 @@ def test_settings_reach_the_data() -> None:
     assert data._video_token_share == 0.25
     assert not data._catalog.strict
     assert data._catalog.bucket_for((1, 3, 3)).name == "extra"
+
+
+def test_adaptive_load_makes_the_batches() -> None:
+    settings = "data.adaptive_load={exponent: 1.6, ranks: 2}"
+    data = instantiate(composed("recipe=demo", settings, "data.video_token_share=null").data, "data")
+    assert data._adaptive_load == AdaptiveLoad(1.6, 2)
+    with pytest.raises(ConfigError, match="video_token_share cannot hold"):
+        instantiate(composed("recipe=demo", settings).data, "data")
 
 
 @pytest.mark.parametrize(

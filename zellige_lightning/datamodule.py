@@ -18,6 +18,7 @@ from zellige_lightning.loader import GlobalBatchLoader
 from zellige_lightning.lookahead import PendingStep
 from zellige_lightning.placement import Bucket, Catalog, GlobalBatch, Plan, whole
 from zellige_lightning.sources import DatasetSource, GlobalBatchSampler, Sample, TokenSource
+from zellige_lightning.sources.adaptive_load import AdaptiveLoad, AdaptiveLoadSampler
 
 Tokenize = Callable[[Any], tuple[Mapping[str, Tensor], Mapping[str, Tensor]]]
 
@@ -33,6 +34,9 @@ class ZelligeDataModule(LightningDataModule):
         video_token_share: target share of video tokens in a batch; None takes samples as they come.
         seed: of the order of samples.
         loss_reduction: `sequence` weighs every sequence alike, `token` every token.
+        adaptive_load: AdaptiveLoad's sampler form, `{exponent, ranks}`: every rank's share of a batch is of
+            one bucket, as many as its memory (`tokens_per_batch` over the ranks) and compute allow. The
+            share of video tokens is then that of the samples.
         describe: index of an item -> `Sample` (key and grid), without decoding it.
         tokenize: item -> (token fields with one row per token, fields with one value per sequence).
     """
@@ -46,6 +50,7 @@ class ZelligeDataModule(LightningDataModule):
         video_token_share: float | None = None,
         seed: int = 0,
         loss_reduction: str = "sequence",
+        adaptive_load: Mapping[str, Any] | None = None,
         describe: Callable[[int], Sample] | None = None,
         tokenize: Tokenize | None = None,
     ) -> None:
@@ -58,6 +63,12 @@ class ZelligeDataModule(LightningDataModule):
         self._catalog = as_catalog(catalog)
         self._tokens_per_batch, self._video_token_share = tokens_per_batch, video_token_share
         self._seed, self._loss_reduction = seed, loss_reduction
+        self._adaptive_load = None if adaptive_load is None else AdaptiveLoad.of(adaptive_load)
+        if self._adaptive_load is not None and video_token_share is not None:
+            raise ConfigError(
+                "adaptive_load draws videos and images as there are, so video_token_share cannot hold",
+                fix="set video_token_share=null, or adaptive_load=null",
+            )
         self._describe, self._tokenize = describe, tokenize
         self._train_loader: GlobalBatchLoader | None = None
         self._handed_out = False
@@ -129,15 +140,23 @@ class ZelligeDataModule(LightningDataModule):
     def _loader(self, dataloaders: Any, *, training: bool) -> GlobalBatchLoader:
         source = self._source(dataloaders)
         catalog = self._catalog or _catalog_of(source.samples)
-        sampler = GlobalBatchSampler(
+        sampler = self._sampler(source, catalog, training)
+        return GlobalBatchLoader(source, sampler, catalog, self._loss_reduction)
+
+    def _sampler(self, source: TokenSource, catalog: Catalog, training: bool) -> GlobalBatchSampler:
+        budget, seed = self._tokens_per_batch, self._seed
+        if training and self._adaptive_load is not None:
+            return AdaptiveLoadSampler(
+                source.samples, catalog, self._adaptive_load, tokens_per_batch=budget, seed=seed
+            )
+        return GlobalBatchSampler(
             source.samples,
             catalog,
-            tokens_per_batch=self._tokens_per_batch,
+            tokens_per_batch=budget,
             video_token_share=self._video_token_share if training else None,
-            seed=self._seed,
+            seed=seed,
             shuffle=training,
         )
-        return GlobalBatchLoader(source, sampler, catalog, self._loss_reduction)
 
     def _source(self, dataloader: Any) -> TokenSource:
         dataset = getattr(dataloader, "dataset", dataloader)

@@ -84,7 +84,7 @@ def plan_report(options: argparse.Namespace) -> dict[str, Any]:
         "tokens": batch.num_tokens,
         "policies": [_record(row, setup) for row in rows],
         "advice": lines,
-        "adaptive_load_sampler": advice.sampler_sizes(setup.stage),
+        "adaptive_load_sampler": advice.adaptive_load_sampler(setup.stage),
         "constants": {
             name: [getattr(setup.cluster, name), why] for name, why in setup.cluster.sources.items()
         },

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from zellige_lightning.errors import ConfigError, PlanningError
 from zellige_lightning.placement.plan import Plan
 from zellige_lightning.placement.sequence import GlobalBatch
-from zellige_lightning.planner.policies.adaptive_load import batch_sizes
+from zellige_lightning.planner.policies.adaptive_load import batch_sizes, fit_exponent
 from zellige_lightning.planner.policies.knapformer import all_layouts, layout_name
 from zellige_lightning.planner.policies.menu import policy_problem
 from zellige_lightning.simulator.cluster import Cluster
@@ -49,20 +50,20 @@ def knapformer_layout(stage: Stage, batch: GlobalBatch) -> str:
     )
 
 
-def sampler_sizes(stage: Stage) -> dict[str, int]:
-    """What AdaptiveLoad's sampler form would draw at once on a rank, per bucket; empty for a single length,
-    which has no slope."""
+def adaptive_load_sampler(stage: Stage) -> dict[str, Any]:
+    """Exponent and batch size per bucket of AdaptiveLoad's sampler form; empty for a single length, which
+    has no slope."""
     buckets = stage.table.buckets
     lengths = [bucket.num_tokens for bucket in buckets]
     if len(set(lengths)) < 2:
         return {}
     geometry = stage.model.geometry
     per_token = geometry.resident_bytes_per_token + geometry.transient_bytes_per_token
-    prices = [stage.table.whole_us(bucket) for bucket in buckets]
-    sizes, _ = batch_sizes(
-        lengths, prices, stage.cap_mib * (1 << 20) // (per_token + geometry.kv_bytes_per_token)
-    )
-    return {bucket.name: size for bucket, size in zip(buckets, sizes, strict=True)}
+    memory_tokens = stage.cap_mib * (1 << 20) // (per_token + geometry.kv_bytes_per_token)
+    exponent = fit_exponent(lengths, [stage.table.whole_us(bucket) for bucket in buckets])
+    sizes = batch_sizes(lengths, exponent, memory_tokens)
+    names = [bucket.name for bucket in buckets]
+    return {"exponent": exponent, "batch_sizes": dict(zip(names, sizes, strict=True))}
 
 
 def more_memory(stage: Stage, batch: GlobalBatch) -> str:

@@ -13,7 +13,7 @@ from zellige_lightning.placement.sequence import GlobalBatch
 from zellige_lightning.placement.topology import Topology
 from zellige_lightning.planner.planner import BatchPlanner, PlannerConfig, make_planner
 from zellige_lightning.planner.policies import POLICIES
-from zellige_lightning.planner.policies.adaptive_load import batch_sizes
+from zellige_lightning.planner.policies.adaptive_load import batch_sizes, fit_exponent
 from zellige_lightning.planner.policies.hotspa import length_groups
 from zellige_lightning.planner.policies.megatron import sub_steps
 from zellige_lightning.planner.policies.menu import policy_problem
@@ -150,11 +150,12 @@ def test_adaptive_load_keeps_memory() -> None:
 
 
 def test_adaptive_load_sampler_form() -> None:
-    sizes, slope = batch_sizes([100, 200, 400], [10, 40, 160], memory_tokens=1000)
-    assert slope == pytest.approx(2.0)
-    assert sizes == [10, 4, 1]  # the memory bound 10, then the compute bounds 4 and 1
+    assert fit_exponent([100, 200, 400], [10, 40, 160]) == pytest.approx(2.0)
+    # The memory bound 10, then the compute bounds 4 and 1; longer than the memory is still one.
+    assert batch_sizes([100, 200, 400], 2.0, memory_tokens=1000) == [10, 4, 1]
+    assert batch_sizes([100, 200, 400], 2.0, memory_tokens=150) == [1, 1, 1]
     with pytest.raises(ConfigError, match="two buckets"):
-        batch_sizes([100], [10], 1000)
+        fit_exponent([100], [10])
 
 
 @pytest.mark.parametrize("name", ["naive", "adaptive_load"])

@@ -38,17 +38,11 @@ def solve_adaptive_load(problem: PlacementProblem, brief: Brief) -> Solution:
     return ledger.solution(brief)
 
 
-def batch_sizes(
-    lengths: Sequence[int], prices_us: Sequence[int], memory_tokens: int
-) -> tuple[list[int], float]:
-    """The sampler form: how many sequences of each length a rank draws at once, and the fitted exponent p.
-
-    B(S) = max(1, min(M_mem / S, M_comp / S^p)), with p the slope of log price over log length and M_comp
-    the compute of the longest bucket at B = 1.
+def fit_exponent(lengths: Sequence[int], prices_us: Sequence[int]) -> float:
+    """The sampler form's p: slope of log price over log length, by least squares.
 
     Args:
         lengths, prices_us: of the catalog's buckets, whole.
-        memory_tokens: most tokens that fit on one rank.
 
     Raises:
         ConfigError: fewer than two lengths, which have no slope.
@@ -60,7 +54,18 @@ def batch_sizes(
         )
     xs, ys = [math.log(x) for x in lengths], [math.log(y) for y in prices_us]
     x0, y0 = sum(xs) / len(xs), sum(ys) / len(ys)
-    slope = sum((x - x0) * (y - y0) for x, y in zip(xs, ys, strict=True)) / sum((x - x0) ** 2 for x in xs)
-    compute = max(lengths) ** slope
-    sizes = [max(1, min(memory_tokens // s, math.floor(compute / s**slope + 1e-9))) for s in lengths]
-    return sizes, slope
+    return sum((x - x0) * (y - y0) for x, y in zip(xs, ys, strict=True)) / sum((x - x0) ** 2 for x in xs)
+
+
+def batch_sizes(lengths: Sequence[int], exponent: float, memory_tokens: int) -> list[int]:
+    """The sampler form: how many sequences of each length a rank draws at once.
+
+    B(S) = max(1, min(M_mem / S, M_comp / S^p)), with M_comp the compute of the longest bucket at B = 1.
+
+    Args:
+        exponent: p.
+        memory_tokens: M_mem, most tokens that fit on one rank.
+    """
+    longest = max(lengths)
+    # The quotient of lengths first: exact where lengths are multiples of each other.
+    return [max(1, min(memory_tokens // s, math.floor((longest / s) ** exponent + 1e-9))) for s in lengths]
