@@ -134,7 +134,8 @@ def materialize(
             step=global_batch.step,
         )
     lengths = [s.num_tokens for s in global_batch.sequences]
-    schedule = build_schedule(plan.options, lengths, rank, plan.world_size)
+    filling = plan.filling[rank] if plan.filling else None
+    schedule = build_schedule(plan.options, lengths, rank, plan.world_size, filling)
     schedule = padded(schedule) if pad else schedule
     rows: dict[str, list[Tensor]] = {name: [] for name in source.token_fields}
     context: dict[str, list[Tensor]] = {name: [] for name in source.sequence_fields}

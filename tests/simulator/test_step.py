@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from zellige_lightning.placement import ParallelConfig, PlacementOption, Topology, whole
+from zellige_lightning.placement.filling import fill_gaps
 from zellige_lightning.simulator.cluster import load_cluster
 from zellige_lightning.simulator.constants import WAN_1_3B, image, video
 from zellige_lightning.simulator.durations import StepModel
@@ -98,6 +99,23 @@ def test_prices_do_not_add_up_where_a_chain_forms() -> None:
     busy = [c + e for c, e in zip(times.computing, times.exposed, strict=True)]
     assert max(busy) / min(busy) < 1.05
     assert times.makespan > 1.02 * max(busy)
+
+
+def test_a_filling_dissolves_a_chain() -> None:
+    """The same, with packs of images, which run where their rank would wait."""
+    wide, narrow = (
+        PlacementOption(ParallelConfig(1, 4, 1), (0, 1, 2, 3)),
+        PlacementOption(ParallelConfig(1, 2, 1), (0, 1)),
+    )
+    images = 420
+    options = [wide, narrow, *[whole(2 + i % 2) for i in range(images)]]
+    lengths = [VIDEO.num_tokens, VIDEO.num_tokens, *[IMAGE.num_tokens] * images]
+    sim = simulator(4)
+    attention = [sim.step.attention_s(n, n, 1.0, FORWARD) for n in lengths]
+    filling = fill_gaps(options, attention, [0.0] * len(options), 4)
+    plain, filled = sim.placement(options, lengths), sim.placement(options, lengths, filling)
+    assert max(filled.waiting) < 0.85 * max(plain.waiting)
+    assert filled.computing == pytest.approx(plain.computing)
 
 
 def test_extrapolated_layers_equal_simulated_ones() -> None:

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from zellige_lightning.placement import Topology
+from zellige_lightning.placement.schedule import PASSES
 
 KINDS = ("ulysses", "all_gather", "ring", "ring_gradient", "reduce_scatter")
 LINKS = ("node", "network")  # between ranks of one node, or of two
-PASSES = ("forward", "backward")
 
 
 def link_between(rank: int, peer: int, topology: Topology | None) -> str:

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from zellige_lightning.engine.counters import Counters, link_between
 from zellige_lightning.engine.layout import BlockLayout, Rows, gather_chunks, padding_bytes
 from zellige_lightning.placement import Block, RankSchedule, Topology
+from zellige_lightning.placement.schedule import whole_pieces
 
 STORED: Mapping[str, int] = MappingProxyType({"forward": 1, "backward": 1})
 CHECKPOINTED: Mapping[str, int] = MappingProxyType({"forward": 2, "backward": 1})
@@ -48,7 +49,7 @@ def dry_run(
         for block in schedule.blocks:
             for _ in range(times * num_layers):
                 if block.config.is_whole:
-                    counters.kernel_calls[which] += 1
+                    counters.kernel_calls[which] += sum(1 for _ in whole_pieces(schedule, which))
                 else:
                     _Walk(block, schedule.rank, geometry, topology, counters).run(which, most_chunks)
     return counters

@@ -17,39 +17,17 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from zellige_lightning.engine import operator
-from zellige_lightning.engine.attention import InFlight, SplitAttention, WholePack
+from zellige_lightning.engine.attention import SplitAttention, WholePack
 from zellige_lightning.engine.collectives import GroupTransport
 from zellige_lightning.engine.counters import Counters
 from zellige_lightning.engine.groups import ProcessGroupCache
+from zellige_lightning.engine.lowered import Lowered
+from zellige_lightning.engine.member import InFlight
 from zellige_lightning.engine.observer import StepObserver
 from zellige_lightning.engine.packing import accumulation_dtype
 from zellige_lightning.engine.saving import Slices, divide
 from zellige_lightning.errors import EngineError
 from zellige_lightning.placement import RankSchedule
-
-
-class _Lowered:
-    """A schedule with its blocks bound to executors."""
-
-    def __init__(
-        self,
-        schedule: RankSchedule,
-        transport: GroupTransport | None,
-        observer: StepObserver,
-        most_chunks: int,
-    ) -> None:
-        self.schedule = schedule
-        self.split: list[tuple[slice, SplitAttention]] = []
-        self.whole: tuple[slice, WholePack] | None = None
-        for block in schedule.blocks:
-            rows = slice(block.start, block.stop)
-            if block.config.is_whole:
-                self.whole = rows, WholePack(block, observer)
-            elif transport is None:
-                raise EngineError("a split sequence on an engine without process groups")
-            else:
-                member = SplitAttention(block, schedule.rank, transport, observer, most_chunks)
-                self.split.append((rows, member))
 
 
 @dataclass(frozen=True)
@@ -79,10 +57,10 @@ class CoalescedAttentionEngine:
         gather_chunks: int = 4,
     ) -> None:
         self.keep_when_compiled = keep_when_compiled
-        self.overlap = True  # run the whole pack while the first exchange is in flight
+        self.overlap = True  # run whole sequences while exchanges are in flight
         self.observer, self._most_chunks = StepObserver(), gather_chunks
         self._transport = GroupTransport(groups, self.observer) if groups is not None else None
-        self._lowered: OrderedDict[int, _Lowered] = OrderedDict()
+        self._lowered: OrderedDict[int, Lowered] = OrderedDict()
         self._max_schedules = max_schedules
         self._kept: set[int] = set()
         self._current: _Current | None = None
@@ -129,7 +107,7 @@ class CoalescedAttentionEngine:
     def _register(self, schedule: RankSchedule, keep: bool) -> Tensor:
         schedule_id = self._next_id
         self._next_id += 1
-        self._lowered[schedule_id] = _Lowered(schedule, self._transport, self.observer, self._most_chunks)
+        self._lowered[schedule_id] = Lowered(schedule, self._transport, self.observer, self._most_chunks)
         if keep:
             self._kept.add(schedule_id)
         return torch.tensor([schedule_id])
@@ -188,11 +166,11 @@ class CoalescedAttentionEngine:
             )
         return self._current
 
-    def _enter(self, schedule_id: Tensor, phase: str) -> _Lowered:
+    def _enter(self, schedule_id: Tensor, phase: str) -> Lowered:
         self.observer.enter(int(schedule_id), phase)
         return self._find(schedule_id)
 
-    def _find(self, schedule_id: Tensor) -> _Lowered:
+    def _find(self, schedule_id: Tensor) -> Lowered:
         try:
             return self._lowered[int(schedule_id)]
         except KeyError:
@@ -241,7 +219,7 @@ class CoalescedAttentionEngine:
         def whole(attention: WholePack, rows: slice) -> tuple[Tensor, ...]:
             return attention.forward(q[rows], k[rows], v[rows], scale)
 
-        out, lse = self._run(lowered, split, whole, (out, lse))
+        out, lse = self._run(lowered, "forward", split, whole, (out, lse))
         return out, lse
 
     def backward(
@@ -265,20 +243,23 @@ class CoalescedAttentionEngine:
         def whole(attention: WholePack, rows: slice) -> tuple[Tensor, ...]:
             return attention.backward(dout[rows], q[rows], k[rows], v[rows], out[rows], lse[rows], scale)
 
-        dq, dk, dv = self._run(lowered, split, whole, (dq, dk, dv))
+        dq, dk, dv = self._run(lowered, "backward", split, whole, (dq, dk, dv))
         return dq, dk, dv
 
     def _run(
         self,
-        lowered: _Lowered,
+        lowered: Lowered,
+        which: str,
         split: Callable[[SplitAttention, slice], InFlight],
         whole: Callable[[WholePack, slice], tuple[Tensor, ...]],
         into: tuple[Tensor, ...],
     ) -> tuple[Tensor, ...]:
-        """Blocks in order; the whole pack runs while the first exchange is in flight, since it needs none."""
-        pending = lowered.whole
-        if pending is not None and not lowered.split:  # nothing to put together
-            return tuple(result.contiguous() for result in whole(pending[1], pending[0]))
+        """Split blocks in order; whole sequences in their pauses, since they need no exchange."""
+        pieces = dict(lowered.pieces[which])
+        if not lowered.split and pieces:  # one piece, nothing to put together
+            ((rows, pack),) = pieces.values()
+            return tuple(result.contiguous() for result in whole(pack, rows))
+        pause = 0
         for rows, attention in lowered.split:
             running = split(attention, rows)
             results = None
@@ -288,12 +269,13 @@ class CoalescedAttentionEngine:
                 except StopIteration as done:
                     results = done.value
                 else:
-                    if pending is not None and self.overlap:
-                        _store(into, pending[0], whole(pending[1], pending[0]))
-                        pending = None
+                    if self.overlap and pause in pieces:
+                        here, pack = pieces.pop(pause)
+                        _store(into, here, whole(pack, here))
+                    pause += 1
             _store(into, rows, results)
-        if pending is not None:
-            _store(into, pending[0], whole(pending[1], pending[0]))
+        for here, pack in pieces.values():
+            _store(into, here, whole(pack, here))
         return into
 
 

@@ -32,9 +32,9 @@ class KeyAxes:
         queries = q.chunk(len(chunks), dim=1)
         parts: list[tuple[Tensor, ...]] = []
         gathering: Exchange | None = self._gather(chunks[0])
+        yield
         for part, following in zip(queries, [*chunks[1:], None], strict=True):
             assert gathering is not None
-            yield
             gathered = gathering.wait()
             # The next chunk is in flight while this one is computed.
             gathering = self._gather(following) if following is not None else None
@@ -53,9 +53,9 @@ class KeyAxes:
         queries, keys = [], []
         gathering: Exchange | None = self._gather(chunks[0])
         reducing: Exchange | None = None
+        yield
         for (do, qs, o, s), following in zip(sliced, [*chunks[1:], None], strict=True):
             assert gathering is not None
-            yield
             gathered = gathering.wait()
             gathering = self._gather(following) if following is not None else None
             dq, dkv = yield from self._ring_backward(do, qs, gathered, o, s, scale)
@@ -94,12 +94,11 @@ class KeyAxes:
         merged: tuple[Tensor, Tensor] | None = None
         for hop in range(self._config.k):
             following = self._send(kv, hop, "ring") if hop + 1 < self._config.k else None
-            if following is not None:
-                yield
             part = self._member.attend(q, kv, self._key_lengths(hop), scale)
             if part is not None:
                 merged = part if merged is None else _merge(*merged, *part)
             if following is not None:
+                yield
                 kv = following.wait()
         if merged is None:  # this position has no query
             return q.new_zeros(q.shape), q.new_zeros(q.shape[:2], dtype=accumulation_dtype(q.dtype))
@@ -116,18 +115,22 @@ class KeyAxes:
         arriving: Exchange | None = None
         for hop in range(self._config.k):
             following = self._send(kv, hop, "ring") if hop + 1 < self._config.k else None
-            if following is not None:
-                yield
             part, dkv = self._member.differentiate(dout, q, kv, out, lse, self._key_lengths(hop), scale)
             dq = part if dq is None else dq + part
             if arriving is not None:
+                yield
                 dkv += arriving.wait()
             if self._config.k > 1:
                 arriving = self._send(dkv, hop, "ring_gradient")
             if following is not None:
+                if hop == 0:  # later ones are started before the pause above
+                    yield
                 kv = following.wait()
+        if arriving is not None:
+            yield
+            dkv = arriving.wait()
         assert dq is not None
-        return dq, arriving.wait() if arriving is not None else dkv
+        return dq, dkv
 
     def _key_lengths(self, hop: int) -> PackedLengths:
         if len(self._member.queries.lengths) > 1:

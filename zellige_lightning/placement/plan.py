@@ -64,6 +64,21 @@ def whole(rank: int) -> PlacementOption:
     return PlacementOption(WHOLE, (rank,))
 
 
+@dataclass(frozen=True, slots=True)
+class Filling:
+    """How many of a rank's whole sequences, in buffer order, run in which pause of a pass.
+
+    A pause is a moment at which the rank has started an exchange of one of its split blocks and would wait
+    for it; they are counted over its split blocks in order. Sequences that are not named run at the end.
+
+    Args:
+        forward, backward: (pause, number of sequences), pauses ascending.
+    """
+
+    forward: tuple[tuple[int, int], ...] = ()
+    backward: tuple[tuple[int, int], ...] = ()
+
+
 @dataclass(frozen=True)
 class Plan:
     """One placement option per sequence of a global batch, with what was predicted and proven about it.
@@ -81,6 +96,7 @@ class Plan:
         statuses: status of each round of the solve, such as `OPTIMAL`.
         split_bound: no placement within epsilon of the bound has fewer splits; 0 where nothing was proven.
         nodes: search nodes.
+        filling: of each rank; empty where nobody planned it. Not part of the digest either.
         solve_ms: time to produce the plan, model build included. Not part of the digest.
     """
 
@@ -98,6 +114,7 @@ class Plan:
     solve_ms: float = 0.0
     split_bound: int = 0
     nodes: int = 0
+    filling: tuple[Filling, ...] = ()
 
     @property
     def makespan_us(self) -> int:
@@ -141,6 +158,7 @@ class Plan:
     def to_json(self) -> str:
         data = {f.name: getattr(self, f.name) for f in fields(self)}
         data["options"] = [[asdict(o.config), list(o.ranks)] for o in self.options]
+        data["filling"] = [[f.forward, f.backward] for f in self.filling]
         return json.dumps(data)
 
     @classmethod
@@ -149,7 +167,12 @@ class Plan:
         data["options"] = tuple(PlacementOption(ParallelConfig(**c), tuple(r)) for c, r in data["options"])
         for name in ("loads_us", "memory_mib", "anchors", "statuses"):
             data[name] = tuple(data[name])
+        data["filling"] = tuple(Filling(*map(_pairs, both)) for both in data.get("filling", ()))
         return cls(**data)
+
+
+def _pairs(rows: Iterable[Iterable[int]]) -> tuple[tuple[int, int], ...]:
+    return tuple((pause, count) for pause, count in rows)
 
 
 def rank_sums(options: Iterable[PlacementOption], amounts: Iterable[int], world_size: int) -> tuple[int, ...]:

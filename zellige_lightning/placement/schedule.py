@@ -7,12 +7,12 @@ ranks walk one global order of collectives.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from zellige_lightning.errors import EngineError
-from zellige_lightning.placement.plan import WHOLE, ParallelConfig, PlacementOption
+from zellige_lightning.placement.plan import WHOLE, Filling, ParallelConfig, PlacementOption
 
 
 def shard(num_tokens: int, position: int, degree: int) -> range:
@@ -58,11 +58,17 @@ class Block:
 
 @dataclass(frozen=True)
 class RankSchedule:
-    """Blocks of one rank in execution order."""
+    """Blocks of one rank in execution order.
+
+    Args:
+        filling: None runs all whole sequences in the first pause. It changes neither results nor exchanges,
+            so schedules that differ in nothing else are equal.
+    """
 
     rank: int
     world_size: int
     blocks: tuple[Block, ...]
+    filling: Filling | None = field(default=None, compare=False)
 
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
@@ -84,6 +90,26 @@ class RankSchedule:
         return tuple(out)
 
 
+PASSES = ("forward", "backward")
+END = -1  # the pause of what runs behind all split blocks
+
+
+def whole_pieces(schedule: RankSchedule, which: str) -> Iterator[tuple[int, Block]]:
+    """The parts of a rank's whole pack in a pass, each with the pause in which it runs, in buffer order."""
+    pack = next((block for block in schedule.blocks if block.config.is_whole), None)
+    if pack is None:
+        return
+    if schedule.filling is None or len(schedule.blocks) == 1:
+        yield 0 if len(schedule.blocks) > 1 else END, pack
+        return
+    first, start = 0, pack.start
+    for pause, count in (*getattr(schedule.filling, which), (END, len(pack.segments))):
+        if segments := pack.segments[first : first + count]:
+            piece = Block(pack.config, pack.ranks, segments, start)
+            yield pause, piece
+            first, start = first + count, piece.stop
+
+
 PADDING = -1  # sequence index of tokens that belong to no sequence
 
 
@@ -99,7 +125,7 @@ def padded(schedule: RankSchedule, num_segments: int = 2, length: int = 2) -> Ra
     own = tuple(s for block in schedule.blocks if block.config.is_whole for s in block.segments)
     start = sum(block.num_tokens for block in split)
     block = Block(WHOLE, (schedule.rank,), (*own, *(nothing,) * missing), start)
-    return RankSchedule(schedule.rank, schedule.world_size, (*split, block))
+    return RankSchedule(schedule.rank, schedule.world_size, (*split, block), schedule.filling)
 
 
 def _block_key(index: int, option: PlacementOption) -> tuple[object, ...]:
@@ -111,14 +137,29 @@ def _block_key(index: int, option: PlacementOption) -> tuple[object, ...]:
     return ("sequence", index)
 
 
+def split_blocks(options: Iterable[PlacementOption]) -> list[tuple[PlacementOption, list[int]]]:
+    """All split blocks of a placement in the global order, as `build_schedule` makes them for each rank: the
+    option, and the indices of the sequences."""
+    grouped: dict[tuple[object, ...], tuple[PlacementOption, list[int]]] = {}
+    for index, option in enumerate(options):
+        if not option.config.is_whole:
+            grouped.setdefault(_block_key(index, option), (option, []))[1].append(index)
+    return sorted(grouped.values(), key=lambda block: (-block[0].config.degree, block[1][0]))
+
+
 def build_schedule(
-    options: Iterable[PlacementOption], lengths: Iterable[int], rank: int, world_size: int
+    options: Iterable[PlacementOption],
+    lengths: Iterable[int],
+    rank: int,
+    world_size: int,
+    filling: Filling | None = None,
 ) -> RankSchedule:
     """The schedule of `rank`.
 
     Args:
         options: one per sequence, by index.
         lengths: number of tokens of each sequence, by index.
+        filling: where its whole sequences run.
 
     Raises:
         EngineError: a sequence without tokens, or a rank set outside the world.
@@ -147,4 +188,4 @@ def build_schedule(
         config, ranks = (WHOLE, (rank,)) if option.config.is_whole else (option.config, option.ranks)
         blocks.append(Block(config, ranks, tuple(segments), start))
         start = blocks[-1].stop
-    return RankSchedule(rank, world_size, tuple(blocks))
+    return RankSchedule(rank, world_size, tuple(blocks), filling)

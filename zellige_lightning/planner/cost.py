@@ -168,6 +168,13 @@ class ProfileTable:
             )
         return price
 
+    def attention_us(self, bucket: Bucket) -> float:
+        """The part of the whole-sequence price that grows with the square of the tokens; all of it where the
+        profile tells no parts apart."""
+        fit = self._fits.get((WHOLE, "node"))
+        quadratic = 0.0 if fit is None else fit.gamma * bucket.num_tokens**2
+        return quadratic or float(self.whole_us(bucket))
+
     @cached_property
     def version(self) -> str:
         """Short digest of everything a plan may depend on; the fingerprint is not part of it."""

@@ -21,6 +21,7 @@ from zellige_lightning.planner.cost import MemoryModel, ProfileTable
 from zellige_lightning.planner.cut import CatalogCut
 from zellige_lightning.planner.deferral import PlannedBatch, plan_or_defer
 from zellige_lightning.planner.fillers import FillerOverflowError
+from zellige_lightning.planner.filling import filling_of
 from zellige_lightning.planner.menu import OptionMenu
 from zellige_lightning.planner.options import check_family
 from zellige_lightning.planner.policies import POLICIES
@@ -158,6 +159,7 @@ class BatchPlanner:
             if len(self._cache) > CACHED_SOLUTIONS:
                 self._cache.popitem(last=False)
         plan = assemble(batch, problem, brief, solution, self.menu.table.fixed_us)
+        plan = replace(plan, filling=filling_of(plan, batch, self.menu.table, self.menu.topology))
         return replace(plan, solve_ms=(time.perf_counter() - start) * 1e3)
 
     def plan_waves(self, batch: GlobalBatch) -> list[Wave]:

@@ -6,13 +6,13 @@ few layers are simulated and the rest is extrapolated from the last one, since a
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from zellige_lightning.placement.plan import PlacementOption, Plan
-from zellige_lightning.placement.schedule import shard
+from zellige_lightning.placement.plan import Filling, PlacementOption, Plan
+from zellige_lightning.placement.schedule import END, shard
 from zellige_lightning.placement.topology import Topology
 from zellige_lightning.simulator.cluster import Cluster
 from zellige_lightning.simulator.constants import Transformer
@@ -76,16 +76,28 @@ class _RunProgram:
         key = self.run.first, self.which, number
         return Start(key, seconds * self.run.count, peers), Wait(key)
 
-    def of(self, position: int) -> Iterator[Operation]:
+    def of(self, position: int) -> list[list[Operation]]:
+        """The operations of a position, divided where the engine pauses."""
+        stages: list[list[Operation]] = [[]]
+        for operation in self._operations(position):
+            if operation is None:
+                stages.append([])
+            else:
+                stages[-1].append(operation)
+        return stages
+
+    def _operations(self, position: int) -> Iterator[Operation | None]:
         num_sequences = len(self.run.lengths) * self.run.count
         yield Compute(self.step.cluster.split_launch_us * 1e-6 * num_sequences)
         for i, exchange in enumerate(self.traffic.before(self.which)):
-            yield from self._exchange(exchange, f"before{i}", position)
+            start, wait = self._exchange(exchange, f"before{i}", position)
+            yield from (start, None, wait)
         yield from self._attention(position)
         for i, exchange in enumerate(self.traffic.after(self.which)):
-            yield from self._exchange(exchange, f"after{i}", position)
+            start, wait = self._exchange(exchange, f"after{i}", position)
+            yield from (start, None, wait)
 
-    def _attention(self, position: int) -> Iterator[Operation]:
+    def _attention(self, position: int) -> Iterator[Operation | None]:
         k = self.run.config.k
         arriving: Wait | None = None
         for hop in range(k):
@@ -96,13 +108,15 @@ class _RunProgram:
             yield Compute(self._kernel(position, hop) * self.run.count)
             if self.which == BACKWARD and k > 1:
                 if arriving is not None:
-                    yield arriving
+                    yield from (None, arriving)
                 start, arriving = self._exchange(self._gradients[hop], f"gradient{hop}", position)
                 yield start
             if following is not None:
+                if self.which == FORWARD or hop == 0:
+                    yield None
                 yield following
         if arriving is not None:
-            yield arriving
+            yield from (None, arriving)
 
     @cached_property
     def _rings(self) -> list[Exchange]:
@@ -139,10 +153,15 @@ class StepSimulator:
 
     def plan(self, plan: Plan, lengths: Sequence[int]) -> StepTimes:
         """The step of a plan, `lengths` by sequence index."""
-        return self.placement(plan.options, lengths)
+        return self.placement(plan.options, lengths, plan.filling)
 
-    def placement(self, options: Sequence[PlacementOption], lengths: Sequence[int]) -> StepTimes:
+    def placement(
+        self, options: Sequence[PlacementOption], lengths: Sequence[int], filling: Sequence[Filling] = ()
+    ) -> StepTimes:
+        """The step of a placement, `options` and `lengths` by sequence index, `filling` by rank."""
         held, runs = _held(options, lengths, self.step.topology.world_size), split_runs(options, lengths)
+        for of_rank, pieces in zip(held, filling, strict=False):
+            of_rank.filling = pieces
         layers = {which: self._layer(held, runs, which) for which in (FORWARD, BACKWARD)}
         depth = self.step.model.layers
         simulated = min(depth, self.layers)
@@ -163,33 +182,56 @@ class StepSimulator:
         return list(run(programs).values())
 
     def _layer(self, held: list[_Held], runs: list[SplitRun], which: str) -> list[list[Operation]]:
-        """Operations of each rank in one layer and pass. The whole pack runs while the first exchange is
-        in flight."""
-        split: list[list[Operation]] = [[] for _ in held]
+        """Operations of each rank in one layer and pass, whole sequences in their pauses."""
+        stages: list[list[list[Operation]]] = [[[]] for _ in held]  # of each rank: what is between pauses
+        pauses: list[list[int]] = [
+            [] for _ in held
+        ]  # of its single blocks -> of the runs that stand for them
         for split_run in runs:
             traffic = block_traffic(split_run.config, split_run.lengths, self.step.model.attention)
             program = _RunProgram(self.step, split_run, traffic, which)
             for position, rank in enumerate(split_run.ranks):
-                split[rank] += program.of(position)
-        return [
-            self._rank_layer(of_rank, operations, which)
-            for of_rank, operations in zip(held, split, strict=True)
-        ]
+                before, *behind = program.of(position)
+                first = len(stages[rank]) - 1
+                pauses[rank] += [*range(first, first + len(behind))] * split_run.count
+                stages[rank][-1] += before  # a block begins without a pause
+                stages[rank] += behind
+        return [self._rank_layer(*of_rank, which) for of_rank in zip(held, stages, pauses, strict=True)]
 
-    def _rank_layer(self, held: _Held, split: list[Operation], which: str) -> list[Operation]:
-        seconds = sum(n * self.step.attention_s(size, size, 1.0, which) for size, n in held.whole.items())
-        pack, linear = Compute(seconds), Compute(self.step.linear_s(held.num_tokens, which))
-        first = next((i + 1 for i, operation in enumerate(split) if isinstance(operation, Start)), 0)
-        attention = [*split[:first], pack, *split[first:]]
+    def _rank_layer(
+        self, held: _Held, stages: list[list[Operation]], pauses: list[int], which: str
+    ) -> list[Operation]:
+        linear = Compute(self.step.linear_s(held.num_tokens, which))
+        pieces: dict[int, float] = defaultdict(float)
+        for pause, lengths in held.pieces(which):
+            at = pauses[pause] if 0 <= pause < len(pauses) else len(stages)
+            pieces[at] += self._whole_s(lengths, which)
+        attention = list(stages[0])
+        for number, stage in enumerate(stages[1:]):
+            attention += [Compute(pieces.pop(number, 0.0)), *stage]
+        attention += [Compute(seconds) for seconds in pieces.values()]
         return [linear, *attention] if which == BACKWARD else [*attention, linear]
+
+    def _whole_s(self, lengths: Sequence[int], which: str) -> float:
+        counts = Counter(lengths)
+        return sum(n * self.step.attention_s(size, size, 1.0, which) for size, n in counts.items())
 
 
 @dataclass
 class _Held:
-    """Tokens of one rank, and how many whole sequences of each length it has."""
+    """Tokens of one rank, the lengths of its whole sequences in buffer order, and where they run."""
 
     num_tokens: int = 0
-    whole: Counter[int] = field(default_factory=Counter)
+    whole: list[int] = field(default_factory=list)
+    filling: Filling | None = None
+
+    def pieces(self, which: str) -> Iterator[tuple[int, list[int]]]:
+        """(pause, lengths of the whole sequences in it)."""
+        planned = ((0, len(self.whole)),) if self.filling is None else getattr(self.filling, which)
+        first = 0
+        for pause, count in (*planned, (END, len(self.whole))):
+            yield pause, self.whole[first : first + count]
+            first += count
 
 
 def _held(options: Sequence[PlacementOption], lengths: Sequence[int], world_size: int) -> list[_Held]:
@@ -198,7 +240,7 @@ def _held(options: Sequence[PlacementOption], lengths: Sequence[int], world_size
         for position, rank in enumerate(option.ranks):
             held[rank].num_tokens += len(shard(length, position, option.config.degree))
         if option.config.is_whole:
-            held[option.ranks[0]].whole[length] += 1
+            held[option.ranks[0]].whole.append(length)
     return held
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
 from zellige_lightning.placement.plan import ParallelConfig, PlacementOption
-from zellige_lightning.placement.schedule import shard
+from zellige_lightning.placement.schedule import shard, split_blocks
 from zellige_lightning.placement.topology import Topology
 
 FORWARD, BACKWARD = "forward", "backward"
@@ -213,20 +213,8 @@ class SplitRun:
 
 def split_runs(options: Sequence[PlacementOption], lengths: Sequence[int]) -> list[SplitRun]:
     """All split blocks of a placement in their global order, as `build_schedule` makes them for each rank."""
-    batched: dict[PlacementOption, list[int]] = {}
-    blocks: list[tuple[PlacementOption, list[int]]] = []
-    for index, option in enumerate(options):
-        if option.config.is_whole:
-            continue
-        if option.config.q == option.config.k == 1:
-            if option not in batched:
-                batched[option] = []
-                blocks.append((option, batched[option]))
-            batched[option].append(index)
-        else:
-            blocks.append((option, [index]))
     runs: list[SplitRun] = []
-    for option, members in sorted(blocks, key=lambda b: (-b[0].config.degree, b[1][0])):
+    for option, members in split_blocks(options):
         found = SplitRun(option.config, option.ranks, tuple(lengths[i] for i in members), 1, members[0])
         last = runs[-1] if runs else None
         if last is not None and replace(found, count=last.count, first=last.first) == last:

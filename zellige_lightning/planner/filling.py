@@ -1,0 +1,47 @@
+"""Which whole sequences of a plan run between the exchanges of its split ones, from the table of prices."""
+
+from __future__ import annotations
+
+from zellige_lightning.placement.filling import fill_gaps
+from zellige_lightning.placement.plan import Filling, PlacementOption, Plan
+from zellige_lightning.placement.sequence import Bucket, GlobalBatch
+from zellige_lightning.placement.topology import Topology
+from zellige_lightning.planner.cost import ProfileTable
+
+_MOST_STAGES = 50_000  # of all members of all split sequences: replaying more would take longer than planning
+
+
+def filling_of(
+    plan: Plan, batch: GlobalBatch, table: ProfileTable, topology: Topology
+) -> tuple[Filling, ...]:
+    """The filling of every rank; empty where no rank holds whole sequences beside split ones, or where there
+    are so many split ones that they hide each other's exchanges."""
+    split = [option for option in plan.options if not option.config.is_whole]
+    members = {rank for option in split for rank in option.ranks}
+    beside = any(o.config.is_whole and o.ranks[0] in members for o in plan.options)
+    if not beside or sum(o.config.degree * o.config.k for o in split) > _MOST_STAGES:
+        return ()
+    costs = _Costs(table, topology)
+    pairs = list(zip(batch.sequences, plan.options, strict=True))
+    attention = [costs.attention_us(s.bucket) for s, _ in pairs]
+    overhead = [0.0 if o.config.is_whole else costs.overhead_us(s.bucket, o) for s, o in pairs]
+    return fill_gaps(plan.options, attention, overhead, plan.world_size)
+
+
+class _Costs:
+    """Parts of the prices, each looked up once."""
+
+    def __init__(self, table: ProfileTable, topology: Topology) -> None:
+        self._table, self._topology = table, topology
+        self._attention: dict[int, float] = {}
+
+    def attention_us(self, bucket: Bucket) -> float:
+        key = id(bucket)  # sequences mostly share the object, and it is cheaper to hash than its shape
+        if key not in self._attention:
+            self._attention[key] = self._table.attention_us(bucket)
+        return self._attention[key]
+
+    def overhead_us(self, bucket: Bucket, option: PlacementOption) -> float:
+        """What a rank pays for sharing the sequence, beyond its part of the whole price."""
+        price = self._table.price_us(bucket, option.config, self._topology.class_of(option.ranks)) or 0
+        return max(0.0, price - self._table.whole_us(bucket) / option.config.degree)
