@@ -50,31 +50,38 @@ def fill_gaps(
         attention_us: attention of each sequence in one process, over the step, without exchanges.
         overhead_us: what its exchanges add per rank, over the step.
     """
+    ends = _ends_of_whole(options, attention_us, world_size)
+    blocks = split_blocks(options)
     passes = []
     for which, work in zip(PASSES, (1.0, BACKWARD_WORK), strict=True):
-        scale = work / (1.0 + BACKWARD_WORK)
-        replay = _Replay(options, [scale * x for x in attention_us], world_size)
-        for option, members in split_blocks(options):
+        replay = _Replay(ends, attention_us)
+        per_exchange = (1.0 + BACKWARD_WORK) / work  # in the time of attention over the whole step
+        for option, members in blocks:
             exchanges = sum(len(work_between_pauses(option.config, name)) - 1 for name in PASSES)
-            replay.block(option, members, which, sum(overhead_us[i] for i in members) / exchanges)
+            overhead = sum(overhead_us[i] for i in members) / exchanges
+            replay.block(option, members, which, overhead * per_exchange)
         passes.append(replay.pieces)
     return tuple(Filling(tuple(f), tuple(b)) for f, b in zip(*passes, strict=True))
 
 
-class _Replay:
-    """One pass over one layer's attention on all ranks."""
+def _ends_of_whole(
+    options: Sequence[PlacementOption], attention_us: Sequence[float], world_size: int
+) -> list[list[float]]:
+    """Per rank: 0, and the end of each of its whole sequences, if they ran one after the other."""
+    whole: list[list[float]] = [[] for _ in range(world_size)]
+    for option, duration in zip(options, attention_us, strict=True):
+        if len(option.ranks) == 1:
+            whole[option.ranks[0]].append(duration)
+    return [[0.0, *accumulate(durations)] for durations in whole]
 
-    def __init__(
-        self, options: Sequence[PlacementOption], attention_us: Sequence[float], world_size: int
-    ) -> None:
-        self._attention_us = attention_us
-        whole: list[list[float]] = [[] for _ in range(world_size)]
-        for option, duration in zip(options, attention_us, strict=True):
-            if option.config.is_whole:
-                whole[option.ranks[0]].append(duration)
-        self._ends = [[0.0, *accumulate(durations)] for durations in whole]  # of whole sequences, on end
-        self._now, self._taken, self._pauses = [0.0] * world_size, [0] * world_size, [0] * world_size
-        self.pieces: list[list[tuple[int, int]]] = [[] for _ in range(world_size)]
+
+class _Replay:
+    """One pass over one layer's attention on all ranks, in the time of the whole step."""
+
+    def __init__(self, ends: Sequence[Sequence[float]], attention_us: Sequence[float]) -> None:
+        self._ends, self._attention_us = ends, attention_us
+        self._now, self._taken, self._pauses = [0.0] * len(ends), [0] * len(ends), [0] * len(ends)
+        self.pieces: list[list[tuple[int, int]]] = [[] for _ in ends]
 
     def block(self, option: PlacementOption, members: Sequence[int], which: str, exchange_us: float) -> None:
         """Runs a block on all its ranks; each of its exchanges takes `exchange_us`."""

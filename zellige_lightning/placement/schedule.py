@@ -142,7 +142,7 @@ def split_blocks(options: Iterable[PlacementOption]) -> list[tuple[PlacementOpti
     option, and the indices of the sequences."""
     grouped: dict[tuple[object, ...], tuple[PlacementOption, list[int]]] = {}
     for index, option in enumerate(options):
-        if not option.config.is_whole:
+        if len(option.ranks) > 1:
             grouped.setdefault(_block_key(index, option), (option, []))[1].append(index)
     return sorted(grouped.values(), key=lambda block: (-block[0].config.degree, block[1][0]))
 

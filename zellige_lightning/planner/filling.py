@@ -16,15 +16,17 @@ def filling_of(
 ) -> tuple[Filling, ...]:
     """The filling of every rank; empty where no rank holds whole sequences beside split ones, or where there
     are so many split ones that they hide each other's exchanges."""
-    split = [option for option in plan.options if not option.config.is_whole]
+    split = [option for option in plan.options if len(option.ranks) > 1]
     members = {rank for option in split for rank in option.ranks}
-    beside = any(o.config.is_whole and o.ranks[0] in members for o in plan.options)
+    beside = any(len(o.ranks) == 1 and o.ranks[0] in members for o in plan.options)
     if not beside or sum(o.config.degree * o.config.k for o in split) > _MOST_STAGES:
         return ()
     costs = _Costs(table, topology)
-    pairs = list(zip(batch.sequences, plan.options, strict=True))
-    attention = [costs.attention_us(s.bucket) for s, _ in pairs]
-    overhead = [0.0 if o.config.is_whole else costs.overhead_us(s.bucket, o) for s, o in pairs]
+    attention = [costs.attention_us(sequence.bucket) for sequence in batch.sequences]
+    overhead = [
+        costs.overhead_us(sequence.bucket, option) if len(option.ranks) > 1 else 0.0
+        for sequence, option in zip(batch.sequences, plan.options, strict=True)
+    ]
     return fill_gaps(plan.options, attention, overhead, plan.world_size)
 
 
