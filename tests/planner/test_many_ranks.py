@@ -20,6 +20,10 @@ from zellige_lightning.planner.problem import Cell
 from zellige_lightning.planner.sand import relieve_ranks
 from zellige_lightning.planner.solution import num_splits, sums
 from zellige_lightning.planner.symmetry import block_swaps, twin_classes
+from zellige_lightning.simulator.cluster import load_cluster
+from zellige_lightning.simulator.constants import SUITES
+from zellige_lightning.simulator.suites import make_stage
+from zellige_lightning.simulator.workloads import suite_batch
 
 
 def node_planner(world: int, per_node: int, cross: float = 1.3, max_degree: int = 8) -> BatchPlanner:
@@ -129,3 +133,16 @@ def test_configurations_that_a_class_has_no_price_for_are_no_options() -> None:
     plan = made.plan(batch({"v720": 1}))
     assert plan.options[0].config.degree == 4  # degree 5 to 7 would cross nodes, where nothing was measured
     assert plan.options[0].config != ParallelConfig()
+
+
+def test_small_devices_in_pairs_are_certified() -> None:
+    """32 modeled A6000: long videos that fit on many ranks only, where a short search leaves a gap over 1 %."""
+    suite = SUITES["n32"]
+    stage = make_stage(load_cluster(suite.cluster), suite.ranks, suite.seconds)
+    made = stage.planner(stage.config("exact"))
+    problem, brief = made.problem(suite_batch(suite, 60))
+    solution = solve_exact(problem, brief)
+    makespan = max(sums(problem, solution.cells)[0])
+    claims = {"makespan": makespan, "bound": solution.bound_us, "splits": num_splits(solution.cells)}
+    assert check(plain(problem), placements(problem, solution.cells), claims).faults == ()
+    assert makespan <= 1.003 * solution.bound_us

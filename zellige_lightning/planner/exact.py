@@ -16,6 +16,7 @@ from zellige_lightning.planner.solution import Brief, Solution, num_splits, sums
 MOST_RANKS = 64  # above it the world is searched in pods
 NODE_LIMITS = (10_000, 40_000)  # of one decision and of all, on few ranks
 NODE_LIMITS_LARGE = (1_000, 4_000)  # above 8 ranks, where a node costs more
+NODE_LIMITS_LONG = (30_000, 120_000)  # the same, where those left a gap
 CPSAT_LIMIT = 10.0  # deterministic time of the rescue by CP-SAT, per round
 CLOSING_LIMIT = 1.0  # the same for closing a gap that the search left open
 OPEN_GAP = 0.003  # above which few sequences are worth a short integer program
@@ -66,12 +67,14 @@ def search_problem(problem: PlacementProblem, brief: Brief) -> Solution:
     is_few = problem.num_sequences <= FEW_SEQUENCES and problem.world_size <= MOST_RANKS
     limits = NODE_LIMITS if is_few or problem.world_size <= 8 else NODE_LIMITS_LARGE
     result = ExactSearch(problem, epsilon, *limits).solve()
+    if limits is NODE_LIMITS_LARGE and result.cells and _gap(result) > OPEN_GAP:
+        result = ExactSearch(problem, epsilon, *NODE_LIMITS_LONG).solve()
     if result.proven_infeasible:
         raise _does_not_fit(problem, brief)
     if not result.cells:
         return _rescue(problem, brief, result)
     solution = _certificate(result, epsilon)
-    gap = result.makespan_us / max(1, result.bound_us) - 1
+    gap = _gap(result)
     if gap > OPEN_GAP and (is_few or gap > WIDE_GAP) and num_variables(problem) <= MOST_VARIABLES:
         limit = CLOSING_LIMIT if gap > WIDE_GAP else CLOSING_LIMIT / 10
         solution = _close(problem, brief, solution, result.makespan_us, limit)
@@ -79,6 +82,10 @@ def search_problem(problem: PlacementProblem, brief: Brief) -> Solution:
     slack = max(makespan, solution.bound_us + int(solution.bound_us * epsilon))
     cells = spare_links(problem, consolidate(problem, solution.cells, slack), slack)
     return replace(solution, cells=cells)
+
+
+def _gap(result: SearchResult) -> float:
+    return result.makespan_us / max(1, result.bound_us) - 1
 
 
 def num_variables(problem: PlacementProblem) -> int:
