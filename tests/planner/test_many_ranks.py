@@ -136,7 +136,7 @@ def test_configurations_that_a_class_has_no_price_for_are_no_options() -> None:
 
 
 def test_small_devices_in_pairs_are_certified() -> None:
-    """32 modeled A6000: long videos that fit on many ranks only, where a short search leaves a gap over 1 %."""
+    """32 modeled A6000: long videos fit on many ranks only, where a short search leaves over 1 %."""
     suite = SUITES["n32"]
     stage = make_stage(load_cluster(suite.cluster), suite.ranks, suite.seconds)
     made = stage.planner(stage.config("exact"))
