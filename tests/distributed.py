@@ -1,26 +1,31 @@
 """Runs a function on N processes that form a gloo world, in a fraction of a second.
 
 A fork server imports torch and Lightning once; every process is forked from it. Ranks meet on a loopback
-port that the first of them chooses, told through environment variables as torchrun would, so that
-Lightning starts nothing.
+port that is reserved for them, told through environment variables as torchrun would, so that Lightning starts
+nothing.
 """
 
 from __future__ import annotations
 
+import fcntl
+import itertools
 import multiprocessing
 import os
 import pickle
 import socket
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+_turns = itertools.count()
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
     [
@@ -66,9 +71,8 @@ def run_outcomes(
     function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0, group: bool = True
 ) -> list[Outcome]:
     """Like `run_distributed`, but failing ranks are part of the result."""
-    port = _free_port()
     packed = pickle.dumps(args)  # plainly: torch's own way for tensors takes a file descriptor each
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, reserved_port() as port:
         pipes = [_context.Pipe(duplex=False) for _ in range(world_size)]
         processes = [
             _context.Process(
@@ -81,28 +85,33 @@ def run_outcomes(
         for process, (_, child) in zip(processes, pipes, strict=True):
             process.start()
             child.close()
-        return [
-            _collect(rank, process, parent, timeout_s)
-            for rank, (process, (parent, _)) in enumerate(zip(processes, pipes, strict=True))
-        ]
+        # All are heard before any is waited for: a rank leaves only when all have come to their end.
+        outcomes = [_hear(rank, parent, timeout_s) for rank, (parent, _) in enumerate(pipes)]
+        for outcome, process in zip(outcomes, processes, strict=True):
+            outcome.exit_code = _exit_code(process)
+        return outcomes
 
 
-def _collect(rank: int, process: Any, parent: Any, timeout_s: float) -> Outcome:
+def _hear(rank: int, pipe: Any, timeout_s: float) -> Outcome:
     outcome = Outcome(rank)
     try:
-        if parent.poll(timeout_s):
-            outcome.value, outcome.error, outcome.trace = pickle.loads(parent.recv_bytes())
+        if pipe.poll(timeout_s):
+            outcome.value, outcome.error, outcome.trace = pickle.loads(pipe.recv_bytes())
         else:
             outcome.error = ("TimeoutError", f"rank {rank} did not end within {timeout_s} s")
             outcome.trace = outcome.error[1]
     except EOFError:
         outcome.trace = "the process died without a result"
+    return outcome
+
+
+def _exit_code(process: Any) -> int | None:
     process.join(10.0)
     if process.is_alive():
         process.kill()
         process.join()
-    outcome.exit_code = process.exitcode
-    return outcome
+    code: int | None = process.exitcode
+    return code
 
 
 def _rank_main(
@@ -144,7 +153,34 @@ def _rank_main(
         dist.destroy_process_group()
 
 
-def _free_port() -> int:
+_PORTS = range(21000, 21256)  # below those that systems give to whoever asks for any port
+
+
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """A port on which nobody listens and that no other run of these tests takes before the block ends.
+
+    A port that is only looked up (bind to 0, close) may be given away before the first rank listens on it.
+    """
+    locks = Path(tempfile.gettempdir()) / f"zellige-test-ports-{os.getuid()}"
+    locks.mkdir(exist_ok=True)
+    first = next(_turns) + os.getpid()
+    for i in range(len(_PORTS)):
+        port = _PORTS[(first + i) % len(_PORTS)]
+        with open(locks / str(port), "w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _listen_once(port)
+            except OSError:  # another run's, or a stranger's
+                continue
+            yield port
+            return
+    raise AssertionError(f"no free port in {_PORTS}")
+
+
+def _listen_once(port: int) -> None:
+    """Raises: OSError where somebody else listens."""
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of earlier tests may linger
+        probe.bind(("", port))
+        probe.listen()

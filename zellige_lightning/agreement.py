@@ -4,7 +4,7 @@ pickle."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TypeVar
@@ -56,11 +56,19 @@ class Agreement:
             dist.broadcast(payload, source, group=self._group)
         return bytes(payload.tolist()).decode().rstrip("\0")
 
-    def raise_together(self, error: BaseException | None) -> None:
-        """Raise the error of the lowest failing rank on every rank; return if no rank has one."""
-        failed = [rank for rank, (flag,) in enumerate(self.gather([int(error is not None)])) if flag]
+    def raise_together(self, error: BaseException | None, report: Sequence[int] = ()) -> list[list[int]]:
+        """Raise the error of the lowest failing rank on every rank, if any has one.
+
+        Args:
+            report: integers for the others that ride along; equally many on all ranks, also where one failed.
+
+        Returns:
+            The report of every rank, by rank.
+        """
+        gathered = self.gather([int(error is not None), *report])
+        failed = [rank for rank, (flag, *_) in enumerate(gathered) if flag]
         if not failed:
-            return
+            return [row[1:] for row in gathered]
         wire = json.dumps(to_zellige(error, self.rank).to_wire()) if error is not None else None
         agreed = from_wire(json.loads(self.share(wire, failed[0])))
         agreed.agreed = True

@@ -27,7 +27,8 @@ class EngineConfig:
             while another is computed.
         trace_steps: global batches whose timeline is written next to the logs: how many from the first of
             the run on, or a list of their numbers.
-        debug: before each step, compare step, plan and schedule of all ranks.
+        debug: compare step, plan and schedule of all ranks once more right before each step; all compare
+            while a step is prepared anyway.
 
     Raises:
         ConfigError: a value that makes no sense.
@@ -51,6 +52,12 @@ class EngineConfig:
         if not isinstance(self.debug, bool):
             raise ConfigError(f"engine.debug = {self.debug!r}", fix="true or false")
         object.__setattr__(self, "trace_steps", _steps(self.trace_steps))
+
+    @property
+    def priced(self) -> str:
+        """The settings on which prices depend."""
+        names = ("save_attention", "transport", "max_communicators", "gather_chunks")
+        return ", ".join(f"{name}={getattr(self, name)}" for name in names)
 
     @classmethod
     def of(cls, settings: EngineConfig | Mapping[str, Any] | None) -> EngineConfig:

@@ -110,7 +110,7 @@ class FailureBoard:
             wire = None
         connections.sever()
         if wire is None:
-            return error
+            return _as_collective(error, where, step)
         self._acknowledge()
         posted = from_wire(wire)
         if wire["rank"] == dist.get_rank() and isinstance(error, ZelligeError):
@@ -155,6 +155,17 @@ class FailureBoard:
 
 def _own_store() -> Any:
     return dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+
+
+def _as_collective(error: Exception, where: str, step: int | None) -> Exception:
+    """A collective's own error (of DDP's reduction, for one), which names nothing, as one that does."""
+    if isinstance(error, ZelligeError) or not _is_collective(error):
+        return error
+    return CollectiveError(
+        f"a collective of all ranks failed in {where}: {error}",
+        fix="the cause is on another rank, which is gone or late: see its messages",
+        step=step,
+    )
 
 
 def _is_collective(error: BaseException) -> bool:

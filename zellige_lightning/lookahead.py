@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence as Rows
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +21,7 @@ from zellige_lightning.agreement import Agreement
 from zellige_lightning.background import Background
 from zellige_lightning.batch import RankBatch, materialize
 from zellige_lightning.errors import DataError, PlanningError, ZelligeError
+from zellige_lightning.fingerprint import NO_REPORT, Agreed, report_of, require_one_plan
 from zellige_lightning.loader import GlobalBatchLoader
 from zellige_lightning.placement import GlobalBatch, Plan
 from zellige_lightning.planner import Planner
@@ -40,16 +41,18 @@ class PlannedStep:
         opens_window: whether an optimizer step begins with this batch; set when it is taken.
         hit_rate: share of batches so far whose plan came from the cache, 0 to 1.
         deferred: (key, bucket) of what waits for the next batch (`planner.defer`).
+        agreed: plan and schedule of each wave, as all ranks compared them.
     """
 
     batch: GlobalBatch
     waves: list[RankBatch]
-    prepare_ms: float
+    prepare_ms: float = 0.0
     stop: bool = False
     exposed_ms: float = 0.0
     opens_window: bool = True
     hit_rate: float = 0.0
     deferred: tuple[Deferred, ...] = ()
+    agreed: tuple[Agreed, ...] = ()
 
 
 class StepPreparer:
@@ -71,6 +74,7 @@ class StepPreparer:
         Raises:
             DataError: ranks that drew different batches, or a sample that cannot be read.
             PlanningError: no placement; also for whatever else the planner raises.
+            EngineError: a rank that holds another plan than the others, or a schedule that is not its plan's.
         """
         began = time.perf_counter()
         batch = carry(batch, self.deferred)
@@ -83,16 +87,11 @@ class StepPreparer:
             )
             error.agreed = True
             raise error
-        shared = json.loads(self._agreement.on_first(lambda: self._solve(batch)))
-        batch, self.deferred = withhold(batch, shared["waiting"])
-        if shared["report"]:
-            rank_zero_info(shared["report"])
-        waves = [(tuple(members), Plan.from_json(plan)) for members, plan in shared["waves"]]
-        rank_batches = self._agreement.together(lambda: self._read(loader, batch, waves, accumulation))
-        elapsed = 1e3 * (time.perf_counter() - began)
-        stop = any(stop for _, stop in reports)
-        step = PlannedStep(batch, rank_batches, elapsed, stop, hit_rate=shared["hit_rate"])
-        step.deferred = self.deferred
+        text = self._agreement.on_first(lambda: self._solve(batch))
+        step = self._read_together(loader, batch, text, accumulation)
+        self.deferred = step.deferred
+        step.prepare_ms = 1e3 * (time.perf_counter() - began)
+        step.stop = any(stop for _, stop in reports)
         return step
 
     def _solve(self, batch: GlobalBatch) -> str:
@@ -117,26 +116,43 @@ class StepPreparer:
             }
         )
 
-    def _read(
-        self,
-        loader: GlobalBatchLoader,
-        batch: GlobalBatch,
-        waves: list[tuple[tuple[int, ...], Plan]],
-        accumulation: int,
-    ) -> list[RankBatch]:
+    def _read_together(
+        self, loader: GlobalBatchLoader, batch: GlobalBatch, text: str, accumulation: int
+    ) -> PlannedStep:
+        """This rank's part of what rank 0 planned, once all have read theirs and hold the same plan."""
+        error: Exception | None = None
+        report: Rows[int] = NO_REPORT
         try:
-            return [
+            step = self._read(loader, batch, text, accumulation)
+            report = report_of(batch.step, step.waves, self._agreement.rank)
+        except Exception as caught:
+            error = caught
+        reports = self._agreement.raise_together(error, report)
+        require_one_plan(self._agreement, batch.step, reports, step.waves)
+        step.agreed = tuple((wave.plan, wave.schedule) for wave in step.waves)
+        return step
+
+    def _read(
+        self, loader: GlobalBatchLoader, batch: GlobalBatch, text: str, accumulation: int
+    ) -> PlannedStep:
+        try:
+            shared = json.loads(text)
+            batch, deferred = withhold(batch, shared["waiting"])
+            if shared["report"]:
+                rank_zero_info(shared["report"])
+            waves = [
                 materialize(
-                    batch.part(members),
-                    plan,
+                    batch.part(tuple(members)),
+                    Plan.from_json(plan),
                     self._agreement.rank,
                     loader.source,
                     accumulation=accumulation,
                     loss_reduction=loader.loss_reduction,
                     pad=True,
                 )
-                for members, plan in waves
+                for members, plan in shared["waves"]
             ]
+            return PlannedStep(batch, waves, hit_rate=shared["hit_rate"], deferred=deferred)
         except ZelligeError as error:
             error.step = batch.step
             raise

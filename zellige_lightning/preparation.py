@@ -10,6 +10,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from zellige_lightning.engine import AttentionRouter
+from zellige_lightning.engine.kernels import kernel_for
 from zellige_lightning.errors import ConfigError
 from zellige_lightning.failures import connections
 from zellige_lightning.geometry import measure_geometry, saved_bytes_per_token
@@ -69,7 +70,7 @@ def prepare_planner(job: Job, services: Services) -> tuple[ProfileTable, Planner
     cap_mib = memory_cap_mib(job, services)
     saved = saved_bytes_per_token(shape, geometry.num_layers)
     services.saving = replace(services.saving, bytes_per_token=saved, cap_mib=cap_mib)
-    table = _profile(job, services, configs, topology, memory, cap_mib)
+    table = _profile(job, services, shape, configs, topology, memory, cap_mib)
     planner = make_planner(job.planner, table, memory, topology, shape.num_heads, cap_mib)
     if services.agreement.rank == 0:
         planner.prepare()  # compiles before the first step; whatever is wrong shows again where it is agreed
@@ -99,14 +100,16 @@ def inspect_module(job: Job, router: AttentionRouter, world_size: int) -> Attent
 def _profile(
     job: Job,
     services: Services,
+    shape: AttentionShape,
     configs: tuple[ParallelConfig, ...],
     topology: Topology,
     memory: MemoryModel,
     cap_mib: int,
 ) -> ProfileTable:
     buckets = job.loader.buckets
-    setting = f"{job.precision}, save_attention={services.saving.mode}, {services.groups.transport}"
-    fingerprint = fingerprint_of(job.module, buckets, configs, topology, setting, job.device)
+    kernel = kernel_for(job.device.type, shape.dtype, shape.head_dim).name
+    engine = f"{services.config.priced}, kernel={kernel}"
+    fingerprint = fingerprint_of(job.module, buckets, configs, topology, job.precision, engine, job.device)
 
     def measure() -> ProfileTable:
         measurement = Measurement(

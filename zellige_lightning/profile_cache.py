@@ -22,9 +22,14 @@ def fingerprint_of(
     configs: tuple[ParallelConfig, ...],
     topology: Topology,
     precision: str,
+    engine: str,
     device: torch.device,
 ) -> dict[str, str | int | float]:
-    """What a price depends on. A profile with another fingerprint is stale, never close enough."""
+    """What a price depends on. A profile with another fingerprint is stale, never close enough.
+
+    Args:
+        engine: settings of the engine on which prices depend, and its kernel.
+    """
     shapes = "|".join(f"{name}:{tuple(p.shape)}:{p.dtype}" for name, p in module.named_parameters())
     return {
         "torch": torch.__version__,
@@ -32,6 +37,7 @@ def fingerprint_of(
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "threads": torch.get_num_threads() if device.type == "cpu" else 0,
         "precision": precision,
+        "engine": engine,
         "model": f"{type(module).__name__}-{short_digest(shapes + repr(module))}",
         "topology": short_digest(str(topology.node_of)),
         "world_size": topology.world_size,

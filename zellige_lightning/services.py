@@ -18,7 +18,7 @@ from zellige_lightning.engine.routing import engine_of_step
 from zellige_lightning.engine.saving import SavePolicy
 from zellige_lightning.engine_config import EngineConfig
 from zellige_lightning.failures import FailureBoard
-from zellige_lightning.fingerprint import require_one_plan
+from zellige_lightning.fingerprint import Agreed, report_of, require_agreed, require_one_plan
 from zellige_lightning.lookahead import PlannedStep, StepPreparer
 from zellige_lightning.mixin import require_mixin
 from zellige_lightning.placement import Topology
@@ -53,9 +53,10 @@ class Services:
         )
         self.router = AttentionRouter()
         self.failures = FailureBoard(next(_runs))
-        self._config, self._device = engine_config, device
+        self.config, self._device = engine_config, device
         self._traces_left = engine_config.trace_steps if isinstance(engine_config.trace_steps, int) else 0
         self._preparer: StepPreparer | None = None
+        self._agreed: list[Agreed] = []  # of the waves of the current step that have not begun
 
     @property
     def preparer_ready(self) -> bool:
@@ -91,13 +92,16 @@ class Services:
             batch: what the step is for; None leaves attention alone.
 
         Raises:
-            EngineError: a planned batch for a module whose attention cannot be answered.
+            EngineError: a planned batch for a module whose attention cannot be answered, or one that is not
+                what the ranks agreed on.
         """
         if batch is None:
             self.stop_attending()
             yield
             return
         routed = require_mixin(module)
+        if self._agreed:
+            require_agreed(batch, self._agreed.pop(0), self.engine.observer.step)
         self.engine.install(batch.schedule, self._kept(batch))
         self.router.attention = self.engine
         routed._planned_batch = batch
@@ -122,14 +126,16 @@ class Services:
         observer.step = step.batch.step if step is not None else None
         if step is None:
             return
-        if self._config.debug:
-            require_one_plan(self.agreement, step.batch.step, step.waves)
+        self._agreed = list(step.agreed)
+        if self.config.debug:
+            report = report_of(step.batch.step, step.waves, self.agreement.rank)
+            require_one_plan(self.agreement, step.batch.step, self.agreement.gather(report), step.waves)
         if self._to_be_traced(step.batch.step):
             observer.timeline.start(step.batch.step, self._device)
 
     def _to_be_traced(self, step: int) -> bool:
         """The same on all ranks."""
-        wanted = self._config.trace_steps
+        wanted = self.config.trace_steps
         if not isinstance(wanted, int):
             return step in wanted
         self._traces_left -= 1
@@ -145,6 +151,7 @@ class Services:
         """Leave attention alone: between steps the model may run on anything, such as a sample to look at."""
         self.engine.forget()
         self.router.attention = None
+        self._agreed = []
 
     def close(self) -> None:
         """Leave the model as it was, copies of it included, and drop the groups."""

@@ -24,11 +24,15 @@ _GRID = (3, 3, 3)  # an odd number of tokens, so that two shards differ in size
 class AttentionShape:
     num_heads: int
     head_dim: int
-    element_bytes: int
+    dtype: torch.dtype
+
+    @property
+    def element_bytes(self) -> int:
+        return self.dtype.itemsize
 
 
 def attention_shape(clone: LightningModule, router: AttentionRouter, trial: TrialStep) -> AttentionShape:
-    """Heads, head dim and element size, as the first attention call of a small step shows them.
+    """Heads, head dim and dtype, as the first attention call of a small step shows them.
 
     Raises:
         EngineError: `training_step` reaches no routed attention.
@@ -47,7 +51,7 @@ def attention_shape(clone: LightningModule, router: AttentionRouter, trial: Tria
             fix="match the modules whose forward calls it, or call it instead of a kernel of your own",
         )
     _, heads, dim = seen[0].shape
-    return AttentionShape(heads, dim, seen[0].element_size())
+    return AttentionShape(heads, dim, seen[0].dtype)
 
 
 def check_locality(clone: LightningModule, router: AttentionRouter, trial: TrialStep) -> None:

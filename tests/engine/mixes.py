@@ -9,6 +9,7 @@ from datetime import timedelta
 from functools import cached_property
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tests.engine.oracle import Dense, dense_attention
@@ -74,6 +75,16 @@ class Mix:
                     errors.append(off.abs().max() / true.abs().max().clamp_min(1e-30))
         return float(torch.stack(errors).max())
 
+    def dense_in_own_dtype(self) -> list[Result]:
+        """out, dq, dk, dv `[L, H, D]` of plain attention in the precision of the mix."""
+        results = []
+        for q, k, v, dout in (x.transpose(1, 2)[:, None] for x in self.tensors):
+            q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
+            out = F.scaled_dot_product_attention(q, k, v)
+            gradients = torch.autograd.grad(out, (q, k, v), dout)
+            results.append(tuple(x[0].transpose(0, 1) for x in (out.detach(), *gradients)))
+        return results  # type: ignore[return-value]
+
     def gather(self, results: Rows[Rows[Tensor]]) -> list[list[Tensor]]:
         """Packed results of every rank -> those of each sequence. Rows that no rank holds stay NaN."""
         whole = [[torch.full_like(x[0], torch.nan) for _ in results[0]] for x in self.tensors]
@@ -116,6 +127,15 @@ def degrees(largest: int, heads: int = 12, further: tuple[int, ...] = ()) -> lis
         for k in top
         if q * h * k in wanted and heads % h == 0
     ]
+
+
+def every_configuration(world: int, heads: int, dtype: torch.dtype, seed: int = 0) -> Mix:
+    """Each (q, h, k) that `world` ranks and the heads allow, on a rank set of its own choice."""
+    rng = random.Random(seed)
+    configs = degrees(world, heads)
+    options = [PlacementOption(c, tuple(sorted(rng.sample(range(world), c.degree)))) for c in configs]
+    lengths = tuple(rng.choice([3, 40, 61, 130]) for _ in options)
+    return Mix(world, lengths, tuple(options), heads, dtype=dtype, seed=seed)
 
 
 def random_mix(rng: random.Random, world_size: int, num_sequences: int, heads: int = 12, dim: int = 8) -> Mix:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from tests.distributed import run_distributed
-from tests.engine.mixes import Mix, Result, attend, degrees, make_engine, random_mix
+from tests.engine.mixes import Mix, Result, attend, degrees, every_configuration, make_engine, random_mix
 from tests.engine.oracle import l2_error, max_error
 from tests.engine.threads import run_threads
 from zellige_lightning.engine import CoalescedAttentionEngine
@@ -34,9 +35,10 @@ def on_threads(*mixes: Mix) -> list[list[Result]]:
     return [list(results) for results in zip(*run_threads(work, mixes[0].world_size), strict=True)]
 
 
-def errors_on_processes(rank: int, mixes: list[Mix]) -> list[float]:
+def on_processes(rank: int, mixes: list[Mix]) -> list[tuple[Any, ...]]:
+    """Of each mix, the results of this rank as float64 arrays."""
     engine = make_engine(set().union(*(mix.rank_sets for mix in mixes)))
-    return [mix.worst_error(rank, attend(engine, mix, rank)) for mix in mixes]
+    return [tuple(x.double().numpy() for x in attend(engine, mix, rank)) for mix in mixes]
 
 
 def assert_exact(mix: Mix, results: list[Result], tolerance: float) -> None:
@@ -64,29 +66,49 @@ def test_the_configurations_are_those_of_the_paper_and_more() -> None:
     assert ParallelConfig(1, 8, 1) not in CONFIGS
 
 
-@pytest.mark.parametrize("config", [c for c in CONFIGS if c.degree in (4, 6, 8)], ids=str)
-def test_single_precision(config: ParallelConfig) -> None:
-    ranks = tuple(range(config.degree))
-    mix = Mix(config.degree, (133,), (PlacementOption(config, ranks),), dim=16, dtype=torch.float32)
-    assert_exact(mix, on_threads(mix)[0], 5e-6)
+def assert_within(mix: Mix, results: list[Result]) -> None:
+    """Of float64 in double and single precision; in half precision an error of at most twice that of dense
+    attention of each sequence alone."""
+    if mix.dtype in TOLERANCES:
+        assert_exact(mix, results, TOLERANCES[mix.dtype])
+        return
+    got, plain = mix.gather(results), mix.dense_in_own_dtype()
+    for i, (name, key) in enumerate(zip(NAMES, ("out", "dq", "dk", "dv"), strict=True)):
+        ours, dense, true = (
+            torch.cat([part.flatten() for part in parts])
+            for parts in ([g[i] for g in got], [p[i] for p in plain], [getattr(d, key) for d in mix.dense])
+        )
+        assert ours.dtype == mix.dtype
+        assert true.abs().mean() > 0.02, "a reference near zero shows nothing"
+        assert l2_error(ours, true) <= 2 * l2_error(dense, true), f"{name} in {mix}"
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+TOLERANCES = {torch.float64: 1e-13, torch.float32: 5e-6}
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("heads", [3, 6, 12])
+def test_every_configuration_on_eight_ranks(heads: int, dtype: torch.dtype) -> None:
+    mix = every_configuration(8, heads, dtype)
+    assert_within(mix, on_threads(mix)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "config", [(4, 1, 1), (1, 4, 1), (1, 1, 4), (2, 2, 1), (1, 2, 2), (2, 2, 2), (1, 1, 8)]
 )
-def test_half_precision_is_no_worse_than_dense(config: tuple[int, int, int], dtype: torch.dtype) -> None:
-    """Error against float64 within twice that of dense attention in the same precision."""
+def test_long_sequences_in_lower_precision(config: tuple[int, int, int], dtype: torch.dtype) -> None:
     option = PlacementOption(ParallelConfig(*config), tuple(range(ParallelConfig(*config).degree)))
     mix = Mix(option.config.degree, (260,), (option,), heads=4, dim=32, dtype=dtype)
-    got, dense = mix.gather(on_threads(mix)[0])[0], mix.dense[0]
-    q, k, v, dout = (x.transpose(0, 1)[None] for x in mix.tensors[0])
-    q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
-    out = F.scaled_dot_product_attention(q, k, v)
-    plain = [x[0].transpose(0, 1) for x in (out.detach(), *torch.autograd.grad(out, (q, k, v), dout))]
-    for name, a, b, true in zip(NAMES, got, plain, (dense.out, dense.dq, dense.dk, dense.dv), strict=True):
-        assert a.dtype == dtype
-        assert l2_error(a, true) <= 2 * l2_error(b, true), name
+    assert_within(mix, on_threads(mix)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("seed", range(3))
+def test_random_mixes_in_lower_precision(seed: int, dtype: torch.dtype) -> None:
+    mix = replace(random_mix(random.Random(seed), 8, 20), dtype=dtype)
+    assert_within(mix, on_threads(mix)[0])
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -113,11 +135,11 @@ def test_an_idle_rank_and_an_empty_shard() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_ulysses_equals_whole_bit_by_bit(dtype: torch.dtype) -> None:
-    lengths, ranks = (67, 5, 1, 130), tuple(range(4))
-    sizes = {"lengths": lengths, "dtype": dtype, "dim": 16}
-    split = Mix(4, options=tuple(PlacementOption(ParallelConfig(1, 4, 1), ranks) for _ in lengths), **sizes)  # type: ignore[arg-type]
-    alone = Mix(4, options=tuple(whole(i % 4) for i in range(4)), **sizes)  # type: ignore[arg-type]
+@pytest.mark.parametrize("degree", [2, 3, 4, 6, 12])
+def test_ulysses_equals_whole_bit_by_bit(degree: int, dtype: torch.dtype) -> None:
+    option = PlacementOption(ParallelConfig(1, degree, 1), tuple(range(degree)))
+    split = Mix(degree, (67, 5, 1, 130), (option,) * 4, dim=16, dtype=dtype)
+    alone = replace(split, options=tuple(whole(i % degree) for i in range(4)))
     for a, b in zip(split.gather(on_threads(split)[0]), alone.gather(on_threads(alone)[0]), strict=True):
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
@@ -162,13 +184,13 @@ def test_as_many_tokens_as_heads() -> None:
 @pytest.mark.parametrize("world", [2, 4])
 def test_on_processes(world: int) -> None:
     rng = random.Random(world)
-    every = tuple(PlacementOption(c, tuple(range(c.degree))) for c in degrees(world) if c.degree <= world)
-    mixes = [
-        Mix(world, tuple(rng.choice([1, 3, 40, 61]) for _ in every), every),
-        *(random_mix(rng, world, 12) for _ in range(3)),
-    ]
-    errors = run_distributed(errors_on_processes, world, mixes)
-    assert all(error <= 1e-13 for rank in errors for error in rank), errors
+    mixes = [every_configuration(world, heads, dtype) for heads in (3, 6, 12) for dtype in DTYPES[:3]]
+    drawn = [random_mix(rng, world, rng.randint(10, 20)) for _ in range(3)]
+    mixes += [replace(mix, dtype=dtype) for mix in drawn for dtype in DTYPES[:3]]
+    by_mix = zip(*run_distributed(on_processes, world, mixes), strict=True)
+    for mix, of_ranks in zip(mixes, by_mix, strict=True):
+        results = [tuple(torch.from_numpy(x).to(mix.dtype) for x in arrays) for arrays in of_ranks]
+        assert_within(mix, results)  # type: ignore[arg-type]
 
 
 def test_the_backward_of_an_earlier_batch_uses_its_own_schedule() -> None:

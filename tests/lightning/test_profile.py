@@ -57,7 +57,9 @@ class Messages(logging.Handler):
         return texts
 
 
-def fit(messages: Messages, path: str, layers: int = 2, **settings: Any) -> dict[str, Any]:
+def fit(
+    messages: Messages, path: str, layers: int = 2, engine: dict[str, Any] | None = None, **settings: Any
+) -> dict[str, Any]:
     calls: list[int] = []
     measure = preparation.measure_table
 
@@ -66,7 +68,7 @@ def fit(messages: Messages, path: str, layers: int = 2, **settings: Any) -> dict
         return measure(*args)
 
     preparation.measure_table = counted
-    strategy = ZelligeStrategy(profiler={"profile_path": path, "repeats": 1})
+    strategy = ZelligeStrategy(profiler={"profile_path": path, "repeats": 1}, engine=engine)
     trainer = make_trainer(strategy, limit_train_batches=3, **settings)
     toy = make_toy(NoisyToy, layers=layers)
     trainer.fit(toy, make_data())
@@ -81,12 +83,18 @@ def fit(messages: Messages, path: str, layers: int = 2, **settings: Any) -> dict
     }
 
 
+# Settings of the engine on which prices depend, each other than the one before.
+PRICED = {"gather_chunks": 2, "transport": "parent", "max_communicators": 3, "save_attention": "all"}
+
+
 def profiled(rank: int, folder: str) -> dict[str, Any]:
     path = f"{folder}/profile.json"
     messages = Messages()
     results = {"fresh": fit(messages, path), "again": fit(messages, path)}
     results["deeper model"] = fit(messages, path, layers=3)
     results["other dtype"] = fit(messages, path, layers=3, precision="bf16-mixed")
+    for name, value in PRICED.items():
+        results[name] = fit(messages, path, layers=3, precision="bf16-mixed", engine={name: value})
     results["own callback"] = fit(
         messages, path, layers=3, callbacks=[HardwareProfiler(profile_path=f"{folder}/own.json", repeats=1)]
     )
@@ -114,7 +122,8 @@ def test_profiles(tmp_path: Path) -> None:
             assert rank["fresh"][what] == rank["again"][what], what
         assert rank["fresh"]["calls"] == 3
 
-    for case, key in (("deeper model", "model: "), ("other dtype", "precision: ")):
+    others = {"deeper model": "model: ", "other dtype": "precision: "} | dict.fromkeys(PRICED, "engine: ")
+    for case, key in others.items():
         assert first[case]["measured"] == 1
         (text,) = first[case]["said"]
         assert (

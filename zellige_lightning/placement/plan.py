@@ -164,7 +164,7 @@ class Plan:
     @classmethod
     def from_json(cls, text: str) -> Plan:
         data: dict[str, Any] = json.loads(text)
-        data["options"] = tuple(PlacementOption(ParallelConfig(**c), tuple(r)) for c, r in data["options"])
+        data["options"] = tuple(_option(i, *entry) for i, entry in enumerate(data["options"]))
         for name in ("loads_us", "memory_mib", "anchors", "statuses"):
             data[name] = tuple(data[name])
         data["filling"] = tuple(Filling(*map(_pairs, both)) for both in data.get("filling", ()))
@@ -173,6 +173,14 @@ class Plan:
 
 def _pairs(rows: Iterable[Iterable[int]]) -> tuple[tuple[int, int], ...]:
     return tuple((pause, count) for pause, count in rows)
+
+
+def _option(index: int, config: dict[str, int], ranks: list[int]) -> PlacementOption:
+    try:
+        return PlacementOption(ParallelConfig(**config), tuple(ranks))
+    except PlanningError as error:
+        error.message = f"sequence {index} split {tuple(config.values())}: {error.message}"
+        raise
 
 
 def rank_sums(options: Iterable[PlacementOption], amounts: Iterable[int], world_size: int) -> tuple[int, ...]:
