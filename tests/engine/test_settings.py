@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,23 @@ def test_traces_stand_next_to_the_log(runs: Any) -> None:
 def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(settings))):
         EngineConfig.of(settings)
+
+
+def test_every_setting_is_priced_or_known_to_change_no_price() -> None:
+    """A profile that was measured under other settings of the first kind is stale."""
+    changes = {
+        "save_attention": "all",
+        "transport": "parent",
+        "max_communicators": 3,
+        "gather_chunks": 2,
+        "max_schedules": 9,
+        "trace_steps": 1,
+        "debug": True,
+    }
+    assert set(changes) == {field.name for field in fields(EngineConfig)}
+    default = EngineConfig().priced
+    priced = {name for name, value in changes.items() if EngineConfig.of({name: value}).priced != default}
+    assert priced == {"save_attention", "transport", "max_communicators", "gather_chunks"}
 
 
 def test_trace_steps_are_a_number_or_a_list() -> None:

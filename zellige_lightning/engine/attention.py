@@ -105,6 +105,8 @@ class SplitAttention:
         send = tensors[0].new_empty((h, tokens, heads // h, sum(widths) + spare))
         for part, x in zip(send.split([*widths, spare], dim=-1), tensors, strict=False):
             part.copy_(x.unflatten(1, (h, heads // h)).transpose(0, 1))
+        if spare:  # what is sent does not depend on what was in this memory before
+            send[..., -spare:] = 0
         received = yield from self._member.exchange(
             send.flatten(0, 1), self._layout.scatter_heads(), "ulysses"
         )
