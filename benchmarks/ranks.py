@@ -6,6 +6,7 @@ import os
 import platform
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import date, timedelta
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
+
+CORES = sorted(os.sched_getaffinity(0))
+
+
+def pin(rank: int) -> None:
+    """One core and one thread for this rank; ranks share cores where there are fewer."""
+    os.sched_setaffinity(0, {CORES[rank % len(CORES)]})
+    torch.set_num_threads(1)
+
+
+def queued_s() -> float:
+    """How long this process's threads were ready to run and had no core, so far; 0 where the system does
+    not tell."""
+    total = 0
+    for thread in Path("/proc/self/task").glob("*/schedstat"):
+        with suppress(OSError):  # the thread has ended
+            total += int(thread.read_text().split()[1])
+    return total * 1e-9
 
 
 def machine() -> dict[str, str]:
@@ -24,7 +43,7 @@ def machine() -> dict[str, str]:
     return {
         "date": date.today().isoformat(),
         "processor": model,
-        "cores": str(len(os.sched_getaffinity(0))),
+        "cores": str(len(CORES)),
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
@@ -59,9 +78,7 @@ def run_on_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> l
 def _main(
     function: Callable[..., Any], rank: int, world_size: int, port: int, results: Any, args: tuple[Any, ...]
 ) -> None:
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    torch.set_num_threads(1)
+    pin(rank)
     dist.init_process_group(
         "gloo",
         rank=rank,

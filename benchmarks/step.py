@@ -2,7 +2,7 @@
 
 Every process is pinned to one core with one thread. All policies share one model, one profile and one
 engine, and take turns batch by batch, so that what else the machine does meets all of them. Figures are
-medians.
+medians. Steps in which another program held one of the cores are repeated.
 
 2 ranks are compared by wall clock. With more ranks than cores, wall clock says nothing; then the figures
 are the CPU seconds of the busiest rank, and the output says so. Nothing here is a GPU's speed.
@@ -12,32 +12,27 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
-from datetime import date
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
-from typing import Any
 
-from step_ranks import Job, run_rank
+from step_ranks import Job, StepTime, run_rank
+from step_report import AGAIN, OURS, Entry, Measured, Placement, flat_figures, uses_wall_clock, write
 
-from zellige_lightning.placement import Bucket, Plan
+from zellige_lightning.placement import Bucket, ParallelConfig, Plan
 
 VIDEO, SHORT = Bucket("video", (8, 16, 16)), Bucket("short-video", (5, 12, 16))
 LARGE, SMALL = Bucket("image-256", (1, 16, 16)), Bucket("image-64", (1, 8, 8))
-# One dominant video beside a few images; the measured profile says how dominant it is.
-DOMINATED = (
+Batch = tuple[tuple[Bucket, int], ...]
+# The first four have one dominant video beside a few images; the measured profile says how dominant it is.
+BATCHES: tuple[Batch, ...] = (
     ((VIDEO, 1), (SMALL, 1)),
     ((VIDEO, 1), (SMALL, 2)),
     ((VIDEO, 1), (SMALL, 3)),
     ((VIDEO, 1), (LARGE, 1)),
-)
-MIXED = (
     ((VIDEO, 1), (LARGE, 4), (SMALL, 8)),
     ((VIDEO, 1), (SHORT, 1), (SMALL, 4)),
     ((VIDEO, 2), (LARGE, 2)),
@@ -45,32 +40,9 @@ MIXED = (
     ((SHORT, 1), (SMALL, 24)),
     ((LARGE, 5), (SMALL, 9)),
 )
-DOMINANT_SHARE = 0.95
-OURS = "exact"
 QUICK_RIVALS = ("naive", "adaptive_load", "usp", "knapformer")
 ALL_RIVALS = ("paper", *QUICK_RIVALS, "disjoint", "flexsp", "megatron", "hotspa", "bytescale", "skrull")
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One policy on one batch: medians over the rounds.
-
-    Args:
-        makespan_s: slowest rank, by the clock of the comparison.
-        busiest_cpu_s: CPU seconds of the busiest rank, which other programs on the machine hardly change.
-        imbalance: largest over mean CPU seconds of the ranks.
-        predicted_s: by the profile.
-    """
-
-    makespan_s: float
-    busiest_cpu_s: float
-    imbalance: float
-    predicted_s: float
-    loss: float
-
-
-Measured = dict[str, list[Entry | None]]  # by policy, per batch
-Clock = Callable[[Entry], float]
+QUICK_REPEATS, REPEATS = 4, 7
 
 
 def main() -> None:
@@ -80,147 +52,71 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE", help="write flat figures")
     parser.add_argument("--report", metavar="FILE", help="write a dated Markdown report")
     options = parser.parse_args()
-    rivals = QUICK_RIVALS if options.quick else ALL_RIVALS
-    batches = DOMINATED + MIXED
-    measured = measure(options.ranks, batches, rivals, repeats=4 if options.quick else 7)
-    figures = flat_figures(measured, rivals)
+    rivals, repeats = (QUICK_RIVALS, QUICK_REPEATS) if options.quick else (ALL_RIVALS, REPEATS)
+    measured = measure(options.ranks, BATCHES, rivals, repeats)
+    figures = flat_figures(measured)
     if options.json:
         Path(options.json).write_text(json.dumps(figures, indent=1), encoding="utf-8")
-    text = report(measured, batches, rivals, figures, options.ranks)
+    text = write(measured, figures)
     if options.report:
         Path(options.report).write_text(text, encoding="utf-8")
     print(text)
 
 
-def uses_wall_clock(ranks: int) -> bool:
-    """Whether every rank has a core of its own."""
-    return ranks <= len(os.sched_getaffinity(0))
-
-
-def measure(ranks: int, batches: Sequence[Any], rivals: Sequence[str], repeats: int) -> Measured:
-    """Entries by policy and batch; ours once more as `again`."""
+def measure(ranks: int, batches: Sequence[Batch], rivals: Sequence[str], repeats: int) -> Measured:
+    """All rivals, ours and ours once more on all batches."""
     entries = (OURS, *rivals, OURS)
     with tempfile.TemporaryDirectory() as folder:
         job = Job(ranks, f"{folder}/store", tuple(batches), entries, repeats)
         with ProcessPoolExecutor(ranks, mp_context=get_context("spawn")) as pool:
-            results = [
-                future.result() for future in [pool.submit(run_rank, rank, job) for rank in range(ranks)]
-            ]
+            futures = [pool.submit(run_rank, rank, job) for rank in range(ranks)]
+            results = [future.result() for future in futures]
     plans: dict[str, list[Plan | None]] = results[0]["plans"]
-    names = [*entries[:-1], "again"]
-    return {
+    found = {
         name: [
-            _entry(results, e, b, plans[entries[e]][b], uses_wall_clock(ranks)) for b in range(len(batches))
+            _entry([r["times"].get((e, b), []) for r in results], batch, plans[entries[e]][b])
+            for b, batch in enumerate(batches)
         ]
-        for e, name in enumerate(names)
+        for e, name in enumerate([*entries[:-1], AGAIN])
     }
+    dominance = [_dominance(batch, results[0]["whole_us"]) for batch in batches]
+    return Measured(ranks, repeats, batches, found, dominance)
 
 
-def _entry(results: list[dict[str, Any]], e: int, b: int, plan: Plan | None, wall: bool) -> Entry | None:
+def _dominance(batch: Batch, whole_us: dict[str, int]) -> float:
+    """Share of the dearest sequence in the price of all, kept whole."""
+    prices = [whole_us[bucket.name] for bucket, count in batch for _ in range(count)]
+    return max(prices) / sum(prices)
+
+
+def _entry(of_ranks: list[list[StepTime]], batch: Batch, plan: Plan | None) -> Entry | None:
     if plan is None:
         return None
-    rounds = list(zip(*(result["times"][e, b] for result in results), strict=True))
-    walls = [max(step.wall_s for step in ranks) for ranks in rounds]
-    busiest = [max(step.cpu_s for step in ranks) for ranks in rounds]
-    shares = [max(s.cpu_s for s in ranks) * len(ranks) / sum(s.cpu_s for s in ranks) for ranks in rounds]
-    losses = [sum(step.loss for step in ranks) / len(ranks) for ranks in rounds]
-    makespan, cpu = median(walls if wall else busiest), median(busiest)
-    return Entry(makespan, cpu, median(shares), plan.predicted_us / 1e6, median(losses))
-
-
-def flat_figures(measured: Measured, rivals: Sequence[str]) -> dict[str, float]:
-    """`ratio_*`: rival over ours, median over the dominated batches, by the clock of the comparison;
-    `cpu_ratio_*`: the same by CPU seconds of the busiest rank."""
-    figures: dict[str, float] = {}
-    for rival in rivals:
-        key = rival.replace("_", "")
-        for label, clock in (("ratio", _makespan), ("cpu_ratio", _busiest)):
-            found = [_ratio(measured[rival][b], measured[OURS][b], clock) for b in range(len(DOMINATED))]
-            if known := [x for x in found if x is not None]:
-                figures[f"{label}_{key}"] = round(median(known), 4)
-    for label, clock in (("", _makespan), ("cpu_", _busiest)):
-        noise = _noise(measured, clock)
-        figures[f"{label}noise_pct"] = round(100 * max(noise), 2)
-        figures[f"{label}noise_median_pct"] = round(100 * median(noise), 2)
-        figures[f"{label}worst_over_best_rival"] = round(_worst(measured, rivals, clock), 4)
-    figures["max_loss_difference"] = _loss_difference(measured)
-    return figures
-
-
-def _makespan(entry: Entry) -> float:
-    return entry.makespan_s
-
-
-def _busiest(entry: Entry) -> float:
-    return entry.busiest_cpu_s
-
-
-def _ratio(rival: Entry | None, ours: Entry | None, clock: Clock = _makespan) -> float | None:
-    return None if rival is None or ours is None else clock(rival) / clock(ours)
-
-
-def _noise(measured: Measured, clock: Clock) -> list[float]:
-    """How far the same plan is from itself, per batch."""
-    pairs = zip(measured["again"], measured[OURS], strict=True)
-    return [abs(x - 1.0) for again, ours in pairs if (x := _ratio(again, ours, clock)) is not None]
-
-
-def _worst(measured: Measured, rivals: Sequence[str], clock: Clock) -> float:
-    """Ours over the best rival, on the batch where that is largest."""
-    worst = 0.0
-    for b, ours in enumerate(measured[OURS]):
-        times = [clock(row) for rival in rivals if (row := measured[rival][b]) is not None]
-        if ours is not None and times:
-            worst = max(worst, clock(ours) / min(times))
-    return worst
-
-
-def _loss_difference(measured: Measured) -> float:
-    """Largest relative difference of a batch's loss between policies."""
-    worst = 0.0
-    for rows in zip(*measured.values(), strict=True):
-        losses = [row.loss for row in rows if row is not None]
-        worst = max(worst, (max(losses) - min(losses)) / abs(losses[0]))
-    return worst
-
-
-def report(
-    measured: Measured,
-    batches: Sequence[Any],
-    rivals: Sequence[str],
-    figures: dict[str, float],
-    ranks: int,
-) -> str:
-    clock = (
-        "wall clock" if uses_wall_clock(ranks) else "CPU seconds of the busiest rank (more ranks than cores)"
+    steps = list(zip(*of_ranks, strict=True))
+    good = [ranks for ranks in steps if not ranks[0].disturbed] or steps
+    walls = [max(step.wall_s for step in ranks) for ranks in good]
+    busiest = [max(step.cpu_s for step in ranks) for ranks in good]
+    shares = [max(s.cpu_s for s in ranks) * len(ranks) / sum(s.cpu_s for s in ranks) for ranks in good]
+    losses = [sum(step.loss for step in ranks) / len(ranks) for ranks in good]
+    return Entry(
+        makespan_s=median(walls if uses_wall_clock(len(of_ranks)) else busiest),
+        busiest_cpu_s=median(busiest),
+        imbalance=median(shares),
+        predicted_s=plan.predicted_us / 1e6,
+        loss=median(losses),
+        steps=len(steps),
+        disturbed=sum(ranks[0].disturbed for ranks in steps),
+        placement=_placement(plan, batch),
     )
-    head = [
-        f"# Measured training steps, {date.today().isoformat()}",
-        "",
-        f"**Measured**: {ranks} processes on {len(os.sched_getaffinity(0))} cores ({platform.machine()}, "
-        f"{platform.system()}), one core and one thread each, gloo, float32, a two-layer Wan model. "
-        f"Makespan by {clock}; "
-        "imbalance from CPU seconds. *predicted* is the profile's, which counts CPU seconds. Nothing here "
-        "is a GPU's speed.",
-        "",
-        "| batch | policy | makespan s | busiest CPU s | predicted s | over exact | max/mean |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for b, rows in enumerate(batches):
-        label = " + ".join(f"{count} {bucket.name}" for bucket, count in rows)
-        for name in (OURS, "again", *rivals):
-            entry = measured[name][b]
-            if entry is not None:
-                ratio = _ratio(entry, measured[OURS][b]) or 0.0
-                head.append(
-                    f"| {label} | {name} | {entry.makespan_s:.3f} | {entry.busiest_cpu_s:.3f} | "
-                    f"{entry.predicted_s:.3f} | {ratio:.2f} | "
-                    f"{entry.imbalance:.2f} |"
-                )
-    lines = [f"* {name}: {value:.4g}" for name, value in figures.items()]
-    return "\n".join(
-        [*head, "", "Ratios are medians over the first four batches, which one video dominates.", "", *lines]
-    )
+
+
+def _placement(plan: Plan, batch: Batch) -> Placement:
+    names = [bucket.name for bucket, count in batch for _ in range(count)]
+    held: list[list[tuple[str, ParallelConfig]]] = [[] for _ in range(plan.world_size)]
+    for name, option in zip(names, plan.options, strict=True):
+        for rank in option.ranks:
+            held[rank].append((name, option.config))
+    return tuple(sorted(tuple(sorted(of_rank)) for of_rank in held))
 
 
 if __name__ == "__main__":

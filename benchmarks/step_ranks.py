@@ -3,7 +3,6 @@ training steps."""
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.precision import Precision
+from ranks import CORES, pin, queued_s
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -49,6 +49,8 @@ CONFIG = WanConfig(
     freq_dim=32,
 )
 NO_CAP_MIB = 1 << 20
+DISTURBED_SHARE = 0.01  # of a step's time, waiting for a core that another program holds
+MOST_ROUNDS = 4  # times the repeats, while other programs disturb
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,8 @@ class Job:
     Args:
         batches: (bucket, count) rows of each batch.
         entries: policies in the order in which they take turns; ours may stand twice, for the noise.
-        repeats: timed rounds; every round runs each entry once on each batch.
+        repeats: timed steps of each entry on each batch. Where every rank has a core of its own, steps in
+            which other programs held one do not count.
     """
 
     world_size: int
@@ -70,11 +73,16 @@ class Job:
 
 @dataclass(frozen=True)
 class StepTime:
-    """One step of one entry on one batch, as this rank saw it."""
+    """One step of one entry on one batch, as this rank saw it.
+
+    Args:
+        disturbed: on some rank, other programs held the core for a notable share of the step.
+    """
 
     wall_s: float
     cpu_s: float
     loss: float
+    disturbed: bool
 
 
 class QuietWan(WanModule):
@@ -111,15 +119,8 @@ class _Forward(nn.Module):
         return self.module.training_step(batch, 0)
 
 
-def pin(rank: int) -> None:
-    """One core and one thread for this rank; ranks share cores where there are fewer."""
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    torch.set_num_threads(1)
-
-
 def run_rank(rank: int, job: Job) -> dict[str, Any]:
-    """Times of every entry, batch and round on this rank; on rank 0 also the plans."""
+    """Times by (entry, batch) on this rank, whole-sequence prices, and on rank 0 the plans."""
     pin(rank)
     dist.init_process_group(
         "gloo",
@@ -168,17 +169,33 @@ class _Ranks:
         table = self._profile({bucket for rows in self.job.batches for bucket, _ in rows})
         plans = {name: self._plans(name, batches, table) for name in dict.fromkeys(self.job.entries)}
         self.router.attention = self.engine
+        for b, batch in enumerate(batches):  # warms up
+            self._turns(b, batch, plans)
         times: dict[tuple[int, int], list[StepTime]] = {}
-        for repeat in range(1 + self.job.repeats):
+        for _ in range(MOST_ROUNDS * self.job.repeats):
             for b, batch in enumerate(batches):
-                for e, name in enumerate(self.job.entries):
-                    plan = plans[name][b]
-                    if plan is not None:
-                        step = self._step(materialize(batch, plan, self.rank, self.trial.source))
-                        times.setdefault((e, b), []).extend(
-                            [step] if repeat else []
-                        )  # the first round warms up
-        return {"times": times, "plans": plans if self.rank == 0 else None}
+                if not self._enough(b, times):
+                    for key, step in self._turns(b, batch, plans).items():
+                        times.setdefault(key, []).append(step)
+        whole_us = {bucket.name: table.whole_us(bucket) for bucket in table.buckets}
+        return {"times": times, "plans": plans if self.rank == 0 else None, "whole_us": whole_us}
+
+    def _turns(
+        self, b: int, batch: GlobalBatch, plans: dict[str, list[Plan | None]]
+    ) -> dict[tuple[int, int], StepTime]:
+        """One step of every entry on one batch, one after the other."""
+        steps = {}
+        for e, name in enumerate(self.job.entries):
+            if (plan := plans[name][b]) is not None:
+                steps[e, b] = self._step(materialize(batch, plan, self.rank, self.trial.source))
+        return steps
+
+    def _enough(self, b: int, times: dict[tuple[int, int], list[StepTime]]) -> bool:
+        """Whether every entry has as many good steps on that batch as asked; the same on all ranks."""
+        rows = [steps for (_, of), steps in times.items() if of == b]
+        return bool(rows) and all(
+            sum(not step.disturbed for step in steps) >= self.job.repeats for steps in rows
+        )
 
     def _profile(self, buckets: Iterable[Bucket]) -> ProfileTable:
         """Measured through the same engine, by CPU seconds; rank 0's table is everybody's."""
@@ -213,13 +230,20 @@ class _Ranks:
         """A training step: forward, backward, gradient averaging, optimizer."""
         self.engine.install(batch.schedule)
         dist.barrier()
-        wall, cpu = time.perf_counter(), time.process_time()
+        wall, cpu, queued = time.perf_counter(), time.process_time(), queued_s()
         with engine_of_step(self.engine):
             loss = self.parallel(batch)
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return StepTime(time.perf_counter() - wall, time.process_time() - cpu, float(loss.detach()))
+        wall, cpu, queued = time.perf_counter() - wall, time.process_time() - cpu, queued_s() - queued
+        return StepTime(wall, cpu, float(loss.detach()), self._disturbed(queued / wall))
+
+    def _disturbed(self, share: float) -> bool:
+        """Agreed by all ranks. With more ranks than cores they queue for each other, which says nothing."""
+        shares = torch.tensor([share])
+        dist.all_reduce(shares, dist.ReduceOp.MAX)
+        return float(shares) > DISTURBED_SHARE and self.job.world_size <= len(CORES)
 
 
 def _batch(step: int, rows: tuple[tuple[Bucket, int], ...]) -> GlobalBatch:

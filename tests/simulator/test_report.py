@@ -29,7 +29,15 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 def benchmarks_on_path(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     yield
-    for name in ("simulate", "simulate_report", "simulate_plots", "step", "step_ranks"):
+    for name in (
+        "simulate",
+        "simulate_report",
+        "simulate_plots",
+        "step",
+        "step_ranks",
+        "step_report",
+        "ranks",
+    ):
         sys.modules.pop(name, None)
 
 
@@ -122,11 +130,16 @@ def test_layouts_of_large_worlds() -> None:
 @pytest.mark.slow
 def test_measured_steps_agree_in_loss_and_show_the_straggler() -> None:
     import step
+    from step_report import flat_figures, write
 
-    batches = (((step.VIDEO, 1), (step.SMALL, 1)),)
+    batches = (((step.VIDEO, 1), (step.SMALL, 1)), ((step.SMALL, 2),))
     measured = step.measure(2, batches, ("naive", "usp"), repeats=1)
-    assert step._loss_difference(measured) < 1e-5
-    ours, naive = measured["exact"][0], measured["naive"][0]
-    assert ours is not None and naive is not None
-    assert naive.busiest_cpu_s > 1.4 * ours.busiest_cpu_s
-    assert naive.imbalance > 1.5 > 1.1 > ours.imbalance
+    figures = flat_figures(measured)
+    assert figures["max_loss_difference"] < 1e-5
+    assert measured.dominated == [0] and measured.dominance[1] == 0.5
+    assert figures["cpu_ratio_naive"] == figures["least_cpu_ratio_naive"] > 1.4
+    ours, naive = measured.entries["exact"], measured.entries["naive"]
+    assert ours[0] is not None and naive[0] is not None and ours[1] is not None and naive[1] is not None
+    assert naive[0].imbalance > 1.5 > 1.1 > ours[0].imbalance
+    assert naive[1].placement == ours[1].placement  # one image each: the same, in whatever order
+    assert "1 video + 1 image-64 | 0.9" in write(measured, figures)
