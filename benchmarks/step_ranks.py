@@ -49,8 +49,8 @@ CONFIG = WanConfig(
     freq_dim=32,
 )
 NO_CAP_MIB = 1 << 20
-DISTURBED_SHARE = 0.01  # of a step's time, waiting for a core that another program holds
-MOST_ROUNDS = 4  # times the repeats, while other programs disturb
+DISTURBED_SHARE = 0.03  # of a step's time, waiting for a core that another program holds
+MOST_ROUNDS = 2  # times the repeats, while other programs disturb
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from tests.lightning.toy import (
     reference_training,
 )
 from zellige_lightning.monitor import MakespanMonitor
+from zellige_lightning.strategy import ZelligeStrategy
 
 
 class Losses(Callback):
@@ -40,10 +41,12 @@ def train(rank: int, settings: dict[str, Any]) -> dict[str, Any]:
     model_prices()
     torch.manual_seed(100 + rank)  # whatever a rank draws by itself must not matter
     losses = Losses()
-    schedule = settings.pop("schedule", None)
+    schedule, planner = settings.pop("schedule", None), settings.pop("planner", None)
+    data = make_data(**settings.pop("data", {}))
     callbacks = [losses, *([GradientAccumulationScheduler(schedule)] if schedule else [])]
-    trainer, toy = make_trainer(callbacks=callbacks, **settings), make_toy()
-    trainer.fit(toy, make_data())
+    strategy = ZelligeStrategy(planner=planner)
+    trainer, toy = make_trainer(strategy, callbacks=callbacks, **settings), make_toy()
+    trainer.fit(toy, data)
     records = callback_of(trainer, MakespanMonitor).records
     return {
         "digest": digest(toy),
@@ -87,6 +90,27 @@ def test_accumulation_and_clipping_are_exact(settings: dict[str, Any], reference
     assert largest_difference(free, parameters) > 1e-4, (
         "the setting makes no difference here, so nothing was tested"
     )
+
+
+@pytest.mark.parametrize(
+    ("planner", "data"),
+    [
+        ({"name": "knapformer", "family": "contiguous"}, {}),
+        (
+            {"name": "adaptive_load"},
+            {"adaptive_load": {"exponent": 1.5, "ranks": 2}, "video_token_share": None},
+        ),
+    ],
+    ids=["knapformer", "adaptive_load with its own batches"],
+)
+def test_rivals_train_as_one_process_does(planner: dict[str, Any], data: dict[str, Any]) -> None:
+    settings = {"planner": planner, "data": data, "limit_train_batches": 2}
+    first, second = run_distributed(train, 2, settings, group=False)
+    assert first["digest"] == second["digest"]
+    assert (first["splits"] > 0) == (planner["name"] == "knapformer")
+    parameters, losses = reference_training(first["batches"])
+    assert largest_difference(first["parameters"], parameters) < 1e-6
+    assert first["losses"] == pytest.approx(losses, abs=1e-5)
 
 
 def test_a_schedule_of_accumulation_is_exact() -> None:
