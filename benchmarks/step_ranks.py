@@ -4,10 +4,9 @@ training steps."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
-from statistics import median
 from typing import Any
 
 import torch
@@ -32,7 +31,8 @@ from zellige_lightning.planner import (
     legal_family,
     make_planner,
 )
-from zellige_lightning.profiler import Measurement, ProfilerConfig, measure_table
+from zellige_lightning.profile_runs import Measurement
+from zellige_lightning.profiler import ProfilerConfig, measure_table
 from zellige_lightning.recipes.wan21.config import WanConfig
 from zellige_lightning.recipes.wan21.module import WanModule
 from zellige_lightning.sources import FieldSpec, SyntheticSource
@@ -92,22 +92,6 @@ class QuietWan(WanModule):
         return None
 
 
-class CpuMeasurement(Measurement):
-    """The profiler by CPU seconds of the busiest rank: prices that other programs on the machine hardly
-    change, and that mean something where ranks share cores."""
-
-    def _median(self, work: Callable[[], Any], device: torch.device) -> float:
-        times = []
-        for repeat in range(1 + self._config.repeats):
-            self._agreement.gather([0])  # start together
-            began = time.process_time()
-            work()
-            elapsed = int(1e6 * (time.process_time() - began))
-            slowest = max(us for (us,) in self._agreement.gather([elapsed]))
-            times += [slowest] if repeat else []
-        return median(times)
-
-
 class _Forward(nn.Module):
     """Lets the data-parallel wrapper see a training step as its forward."""
 
@@ -154,7 +138,7 @@ class _Ranks:
             {"text": FieldSpec((TEXT_TOKENS, TEXT_DIM), torch.float32)},
         )
         self.trial = TrialStep(Precision(), source)
-        self.parallel = DistributedDataParallel(_Forward(self.module))
+        self.parallel = DistributedDataParallel(_Forward(self.module), gradient_as_bucket_view=True)
         # A rate of zero: the optimizer works as in training, and every policy meets the same weights.
         self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=0.0)
 
@@ -200,12 +184,19 @@ class _Ranks:
     def _profile(self, buckets: Iterable[Bucket]) -> ProfileTable:
         """Measured through the same engine, by CPU seconds; rank 0's table is everybody's."""
         agreement = Agreement(timedelta(minutes=5))
-        measurement = CpuMeasurement(
-            self.module, self.engine, self.router, agreement, self.trial, ProfilerConfig(repeats=7)
-        )
+        measurement = Measurement(self.module, self.engine, self.router, agreement, self.trial)
         ordered = tuple(sorted(buckets, key=lambda b: b.num_tokens))
+        config = ProfilerConfig(repeats=7, progress_bar=False, clock="cpu")
         table = measure_table(
-            measurement, self.module, ordered, self.configs, self.topology, _memory(), NO_CAP_MIB, {}
+            measurement,
+            config,
+            ordered,
+            self.configs,
+            self.topology,
+            "contiguous",
+            _memory(),
+            NO_CAP_MIB,
+            {},
         )
         texts = [table.to_json()]
         dist.broadcast_object_list(texts, src=0)

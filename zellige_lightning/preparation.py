@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,8 +12,9 @@ from zellige_lightning.engine import AttentionRouter
 from zellige_lightning.engine.kernels import kernel_for
 from zellige_lightning.errors import ConfigError
 from zellige_lightning.failures import connections
-from zellige_lightning.geometry import measure_geometry, saved_bytes_per_token
+from zellige_lightning.geometry import measure_geometry, recomputes_attention, saved_bytes_per_token
 from zellige_lightning.loader import GlobalBatchLoader
+from zellige_lightning.memory_budget import memory_budget
 from zellige_lightning.mixin import require_mixin
 from zellige_lightning.placement import ParallelConfig, Topology
 from zellige_lightning.planner import (
@@ -27,7 +27,8 @@ from zellige_lightning.planner import (
     make_planner,
 )
 from zellige_lightning.profile_cache import fingerprint_of, load_or_measure
-from zellige_lightning.profiler import Measurement, ProfilerConfig, measure_table
+from zellige_lightning.profile_runs import Measurement
+from zellige_lightning.profiler import ProfilerConfig, measure_table
 from zellige_lightning.services import Services
 from zellige_lightning.trace import AttentionShape, attention_shape, check_locality, check_packing
 from zellige_lightning.trial import TrialStep, copy_module
@@ -64,10 +65,10 @@ def prepare_planner(job: Job, services: Services) -> tuple[ProfileTable, Planner
     with connections.recorded():
         services.groups.prepare(legal_family(topology, job.planner.family, degrees))
     geometry = services.agreement.together(
-        lambda: measure_geometry(job.module, services.router, job.trial, shape, services.saving.mode)
+        lambda: measure_geometry(job.module, services.router, job.trial, shape, services.saving.mode, configs)
     )
     memory = MemoryModel(services.largest(geometry))
-    cap_mib = memory_cap_mib(job, services)
+    cap_mib = memory_cap_mib(job, services, memory.geometry.step_bytes)
     saved = saved_bytes_per_token(shape, geometry.num_layers)
     services.saving = replace(services.saving, bytes_per_token=saved, cap_mib=cap_mib)
     table = _profile(job, services, shape, configs, topology, memory, cap_mib)
@@ -108,7 +109,13 @@ def _profile(
 ) -> ProfileTable:
     buckets = job.loader.buckets
     kernel = kernel_for(job.device.type, shape.dtype, shape.head_dim).name
-    engine = f"{services.config.priced}, kernel={kernel}"
+    recomputed = services.agreement.together(
+        lambda: recomputes_attention(job.module, services.router, job.trial)
+    )
+    engine = (
+        f"{services.config.priced}, kernel={kernel}, checkpointing={recomputed},"
+        f" clock={job.profiler.clock}, family={job.planner.family}"
+    )
     fingerprint = fingerprint_of(job.module, buckets, configs, topology, job.precision, engine, job.device)
 
     def measure() -> ProfileTable:
@@ -118,37 +125,30 @@ def _profile(
             services.router,
             services.agreement,
             job.trial,
-            job.profiler,
+            job.profiler.all_layers_up_to,
             services.saving,
         )
+        family = job.planner.family
         return measure_table(
-            measurement, job.module, buckets, configs, topology, memory, cap_mib, fingerprint
+            measurement, job.profiler, buckets, configs, topology, family, memory, cap_mib, fingerprint
         )
 
     path = job.profiler.file(fingerprint)
     return load_or_measure(services.agreement, path, fingerprint, measure, rank_zero_info)
 
 
-def memory_cap_mib(job: Job, services: Services) -> int:
+def memory_cap_mib(job: Job, services: Services, step_bytes: int = 0) -> int:
     """M_cap = M_usable - M_base (paper, Sec. IV-B), or the user's `memory_cap_gib`; the smallest of all
     ranks.
-
-    M_base holds parameters, gradients and optimizer state. Gradients stay alive during the next forward.
 
     Raises:
         ConfigError: nothing is left for sequences.
     """
     if job.planner.memory_cap_gib is not None:
         return max(1, int(job.planner.memory_cap_gib * 1024))
-    trained = sum(p.numel() * p.element_size() for p in job.module.parameters() if p.requires_grad)
-    if job.device.type == "cuda":
-        usable = 0.94 * torch.cuda.get_device_properties(job.device).total_memory
-        base = float(torch.cuda.memory_allocated(job.device) + 3 * trained)
-    else:
-        usable = 0.8 * _host_memory() / max(1, job.num_local_ranks)
-        base = 3.0 * trained
-    mine = int((usable - base) / 2**20)
-    smallest = min(cap for (cap,) in services.agreement.gather([mine]))
+    budget = memory_budget(job.module, job.device, job.num_local_ranks, step_bytes)
+    rank_zero_info(f"zellige: {budget}")
+    smallest = min(cap for (cap,) in services.agreement.gather([budget.cap_mib]))
     if smallest < 1:
         raise ConfigError(
             f"parameters, gradients and optimizer state leave {smallest} MiB for sequences",
@@ -162,8 +162,3 @@ def planned_degrees(world_size: int, max_degree: int | None = None) -> frozenset
     limit = min(world_size, max_degree or world_size)
     powers = {2**i for i in range(limit.bit_length())}
     return frozenset(d for d in range(1, limit + 1) if world_size % d == 0 or d in powers)
-
-
-def _host_memory() -> int:
-    """Bytes of memory of this host."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from datetime import timedelta
 
 import torch
@@ -79,9 +79,15 @@ class Services:
 
     def largest(self, geometry: ModelGeometry) -> ModelGeometry:
         """The geometry with the largest memory coefficients of all ranks, so that all plan alike."""
-        names = ("resident_bytes_per_token", "transient_bytes_per_token")
-        rows = self.agreement.gather([getattr(geometry, name) for name in names])
-        return replace(geometry, **{n: max(row[i] for row in rows) for i, n in enumerate(names)})
+        names = [f.name for f in fields(geometry) if f.name.endswith(("_token", "_sequence", "step_bytes"))]
+        names.remove("exchange_bytes_per_token")
+        configs = [config for config, _ in geometry.exchange_bytes_per_token]
+        mine = [getattr(geometry, name) for name in names]
+        mine += [size for _, size in geometry.exchange_bytes_per_token]
+        most = [max(column) for column in zip(*self.agreement.gather(mine), strict=True)]
+        exchanges = tuple(zip(configs, most[len(names) :], strict=True))
+        largest = dict(zip(names, most[: len(names)], strict=True))
+        return replace(geometry, **largest, exchange_bytes_per_token=exchanges)
 
     @contextmanager
     def attending(self, module: LightningModule | None, batch: RankBatch | None) -> Iterator[None]:

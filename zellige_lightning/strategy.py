@@ -214,7 +214,7 @@ class PlacingStrategy(_Processes):
             loader,
             TrialStep(self.precision_plugin, loader.source),
             self.planner_config,
-            self.profiler_config,
+            self.profiler_config.shown(self._trainer.progress_bar_callback is not None),
             str(self._trainer.precision),
             self.root_device,
             self.num_processes,

@@ -162,7 +162,7 @@ def model_prices() -> None:
     always the same. Profiling has tests of its own."""
 
     def modeled(
-        measurement: Any, module: Any, buckets: Any, configs: Any, topology: Any, *rest: Any
+        measurement: Any, config: Any, buckets: Any, configs: Any, topology: Any, *rest: Any
     ) -> ProfileTable:
         prices = {
             (bucket.name, config, where): (bucket.num_tokens * 40) // config.degree + 10 * config.degree

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from zellige_lightning.errors import ConfigError, ProfileError
 from zellige_lightning.placement.plan import WHOLE, ParallelConfig
 from zellige_lightning.placement.sequence import Bucket
 from zellige_lightning.planner import profile_file
-from zellige_lightning.planner.price_fit import PriceFit
+from zellige_lightning.planner.price_fit import PriceFit, fit_all
 
 MIB = 1 << 20
 PriceKey = tuple[str, ParallelConfig, str]
@@ -31,6 +31,9 @@ class ModelGeometry:
         transient_bytes_per_token: peak of one layer's (re)computation, per local token.
         bytes_per_sequence: kept per sequence, whatever its length (modulation, text).
         split_bytes_per_token: kept beyond that per local token of a split sequence (saved attention).
+        step_bytes: taken by a step whatever its sequences; part of M_base.
+        exchange_bytes_per_token: measured, by configuration: what a rank takes beyond its local tokens, per
+            token of the whole sequence. Configurations that are not in it take Table II's K/V and buffers.
     """
 
     num_layers: int
@@ -41,13 +44,17 @@ class ModelGeometry:
     transient_bytes_per_token: int
     bytes_per_sequence: int
     split_bytes_per_token: int = 0
+    step_bytes: int = 0
+    exchange_bytes_per_token: tuple[tuple[ParallelConfig, int], ...] = ()
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            low = 0 if field.name.endswith(("_token", "_sequence")) else 1
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            if isinstance(value, tuple):
+                value = min((size for _, size in value), default=0)
+            low = 0 if entry.name.endswith(("_token", "_sequence", "step_bytes")) else 1
             if not isinstance(value, int) or isinstance(value, bool) or value < low:
-                raise ConfigError(f"model geometry: {field.name} = {value!r}", fix=f"an integer >= {low}")
+                raise ConfigError(f"model geometry: {entry.name} = {value!r}", fix=f"an integer >= {low}")
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -65,15 +72,28 @@ class MemoryModel:
 
     The executor nests its axes: all-to-all over h, then all-gather of k/v over q, then a ring over k.
         Hence a rank
-    holds k/v of L/k tokens and H/h heads, and each axis adds its own transient buffers.
+    holds k/v of L/k tokens and H/h heads, and each axis adds its own transient buffers. Where the engine was
+    measured under a configuration, that stands in for M_KV and M_buf: buffers live only while few
+    activations do, so that much of them costs nothing.
     """
 
     geometry: ModelGeometry
 
     def memory_mib(self, num_tokens: int, config: ParallelConfig) -> int:
         """MiB, rounded up, that `num_tokens` tokens under `config` take on one rank."""
-        resident = self.act_bytes(num_tokens, config) + self.kv_bytes(num_tokens, config)
-        return _ceil(resident + self.buffer_bytes(num_tokens, config), MIB)
+        return _ceil(self.sequence_bytes(num_tokens, config), MIB)
+
+    def sequence_bytes(self, num_tokens: int, config: ParallelConfig) -> int:
+        """Bytes that `num_tokens` tokens under `config` take on one rank."""
+        measured = self._exchanges.get(config)
+        if measured is not None:
+            return self.act_bytes(num_tokens, config) + measured * num_tokens
+        held = self.act_bytes(num_tokens, config) + self.kv_bytes(num_tokens, config)
+        return held + self.buffer_bytes(num_tokens, config)
+
+    @cached_property
+    def _exchanges(self) -> dict[ParallelConfig, int]:
+        return dict(self.geometry.exchange_bytes_per_token)
 
     def act_bytes(self, num_tokens: int, config: ParallelConfig) -> int:
         """M_act: activations of the local shard."""
@@ -109,6 +129,9 @@ class ProfileTable:
         extrapolated_us: whole-sequence prices of buckets that do not fit whole; only Eq. (4) and F use them.
         fixed_us: placement-independent cost of a step.
         fingerprint: what the prices depend on (model, devices, versions, world).
+        spread_us: of the measured prices, how far a single measurement is from the median (half of them are
+            closer); not every price has one.
+        interpolated: prices that were not measured but taken from the fit, since the time budget had ended.
 
     Raises:
         ProfileError: a price that is not a positive integer, of an unknown bucket, or a bucket without
@@ -120,6 +143,8 @@ class ProfileTable:
     extrapolated_us: Mapping[str, int]
     fixed_us: int
     fingerprint: Mapping[str, str | int | float]
+    spread_us: Mapping[PriceKey, int] = field(default_factory=dict)
+    interpolated: frozenset[PriceKey] = frozenset()
 
     def __post_init__(self) -> None:
         profile_file.check(self)
@@ -130,11 +155,13 @@ class ProfileTable:
 
     @cached_property
     def _fits(self) -> dict[tuple[ParallelConfig, str], PriceFit]:
+        """Through the measured prices alone."""
         tokens = {b.name: b.num_tokens for b in self.buckets}
         points: dict[tuple[ParallelConfig, str], list[tuple[int, int]]] = {}
-        for (name, config, topology_class), price in self.prices_us.items():
-            points.setdefault((config, topology_class), []).append((tokens[name], price))
-        return {key: PriceFit.of_points(sorted(rows)) for key, rows in points.items()}
+        for key, price in self.prices_us.items():
+            if key not in self.interpolated:
+                points.setdefault(key[1:], []).append((tokens[key[0]], price))
+        return fit_all(points)
 
     @cached_property
     def classes(self) -> tuple[tuple[ParallelConfig, str], ...]:
@@ -151,6 +178,11 @@ class ProfileTable:
             return self.prices_us.get((bucket.name, config, topology_class))
         fit = self._fits.get((config, topology_class))
         return None if fit is None else fit.price_us(bucket.num_tokens)
+
+    def is_measured(self, bucket: Bucket, config: ParallelConfig, topology_class: str) -> bool:
+        """Whether the price of this option was measured, and not taken from the fit."""
+        key = bucket.name, config, topology_class
+        return not self.is_adhoc(bucket) and key in self.prices_us and key not in self.interpolated
 
     def whole_us(self, bucket: Bucket) -> int:
         """Whole-sequence price: measured, else extrapolated; interpolated for ad-hoc buckets.

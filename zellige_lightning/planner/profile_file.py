@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import tempfile
 from collections.abc import Mapping
@@ -14,18 +15,27 @@ from zellige_lightning.placement.plan import WHOLE, ParallelConfig
 from zellige_lightning.placement.sequence import Bucket
 
 if TYPE_CHECKING:
-    from zellige_lightning.planner.cost import ProfileTable
+    from zellige_lightning.planner.cost import PriceKey, ProfileTable
 
-FORMAT = "zellige-profile-1"
+FORMAT = "zellige-profile-2"
 MAX_BYTES = 16 << 20
 MAX_US = 1 << 42  # 50 days: anything above is damage, and sums of prices stay far inside 63 bits
 _REDO = "delete the file and let the profiler measure again"
-_FIELDS = {"format", "buckets", "prices_us", "extrapolated_us", "fixed_us", "fingerprint"}
+_FIELDS = {
+    "format",
+    "buckets",
+    "prices_us",
+    "extrapolated_us",
+    "fixed_us",
+    "fingerprint",
+    "spread_us",
+    "interpolated",
+}
 
 
 def price_text(table: ProfileTable) -> str:
     """Canonical JSON of the prices alone."""
-    prices = [[name, [c.q, c.h, c.k], where, us] for (name, c, where), us in table.prices_us.items()]
+    prices = [[*_key_row(key), us] for key, us in table.prices_us.items()]
     return json.dumps(
         {
             "buckets": [[b.name, list(b.grid)] for b in table.buckets],
@@ -37,16 +47,32 @@ def price_text(table: ProfileTable) -> str:
 
 
 def to_json(table: ProfileTable) -> str:
-    return json.dumps(
-        {"format": FORMAT, "fingerprint": dict(table.fingerprint)} | json.loads(price_text(table))
-    )
+    about = {
+        "format": FORMAT,
+        "fingerprint": dict(table.fingerprint),
+        "spread_us": sorted([*_key_row(key), us] for key, us in table.spread_us.items()),
+        "interpolated": sorted(map(_key_row, table.interpolated)),
+    }
+    return json.dumps(about | json.loads(price_text(table)))
+
+
+def _key_row(key: PriceKey) -> list[Any]:
+    name, config, where = key
+    return [name, [config.q, config.h, config.k], where]
+
+
+def _key(row: list[Any]) -> PriceKey:
+    name, factors, where = row
+    if not all(isinstance(factor, int) and not isinstance(factor, bool) for factor in factors):
+        raise TypeError(f"split factors {factors!r} are no integers")
+    return _str(name), ParallelConfig(*factors), _str(where)
 
 
 def parse(text: str) -> dict[str, Any]:
     """The constructor arguments of a `ProfileTable`. Raises: ProfileError."""
     try:
         data = json.loads(text, parse_constant=_refuse_constant)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # also an integer of thousands of digits
         raise ProfileError(f"the profile is not JSON: {error}", fix=_REDO) from error
     if not isinstance(data, dict) or data.get("format") != FORMAT or set(data) != _FIELDS:
         raise ProfileError(
@@ -54,9 +80,9 @@ def parse(text: str) -> dict[str, Any]:
         )
     try:
         buckets = tuple(Bucket(_str(name), tuple(grid)) for name, grid in data["buckets"])
-        prices = {
-            (_str(name), ParallelConfig(*c), _str(where)): us for name, c, where, us in data["prices_us"]
-        }
+        prices = {_key(row): us for *row, us in data["prices_us"]}
+        spread = {_key(row): us for *row, us in data["spread_us"]}
+        interpolated = frozenset(map(_key, data["interpolated"]))
         extrapolated, fingerprint = dict(data["extrapolated_us"]), dict(data["fingerprint"])
     except (TypeError, ValueError, ZelligeError) as error:
         raise ProfileError(f"the profile has a damaged entry: {error}", fix=_REDO) from error
@@ -68,6 +94,8 @@ def parse(text: str) -> dict[str, Any]:
         "extrapolated_us": extrapolated,
         "fixed_us": data["fixed_us"],
         "fingerprint": fingerprint,
+        "spread_us": spread,
+        "interpolated": interpolated,
     }
 
 
@@ -105,8 +133,13 @@ def check(table: ProfileTable) -> None:
             raise ProfileError(f"bucket {name!r} has no whole-sequence price", fix=_REDO)
     if unknown := set(table.extrapolated_us) - names:
         raise ProfileError(f"extrapolated prices of unknown buckets {sorted(unknown)}", fix=_REDO)
+    for key, spread in table.spread_us.items():
+        _check_us(f"the spread of the price of {key[0]!r} under {key[1]} on {key[2]!r}", spread, low=0)
+    if unpriced := sorted(k[0] for k in (set(table.spread_us) | table.interpolated) - set(table.prices_us)):
+        raise ProfileError(f"the profile describes prices of {unpriced} that it does not have", fix=_REDO)
     for entry, value in table.fingerprint.items():
-        if not isinstance(entry, str) or not isinstance(value, str | int | float):
+        finite = not isinstance(value, float) or math.isfinite(value)
+        if not isinstance(entry, str) or not isinstance(value, str | int | float) or not finite:
             raise ProfileError(f"fingerprint entry {entry!r} is {value!r}", fix=_REDO)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence as Rows
 from dataclasses import dataclass
 
 from zellige_lightning.placement import Bucket
+from zellige_lightning.placement.plan import WHOLE
 from zellige_lightning.planner.cost import ProfileTable
 from zellige_lightning.planner.cut import CatalogCut
 from zellige_lightning.report.records import StepRecord
@@ -52,7 +53,7 @@ def bucket_table(table: ProfileTable, cut: CatalogCut, counts: Mapping[str, int]
             str(bucket.num_tokens),
             str((counts or {}).get(bucket.name, "-")),
             _ms(table.whole_us(bucket)),
-            "extrapolated" if bucket.name in table.extrapolated_us else "measured",
+            _origin(table, bucket),
             "anchor" if cut.is_anchor(table, bucket) else "filler",
         )
 
@@ -65,23 +66,32 @@ def bucket_table(table: ProfileTable, cut: CatalogCut, counts: Mapping[str, int]
     )
 
 
+def _origin(table: ProfileTable, bucket: Bucket) -> str:
+    if bucket.name in table.extrapolated_us:
+        return "extrapolated"
+    return "measured" if table.is_measured(bucket, WHOLE, "node") else "interpolated"
+
+
 def profile_table(table: ProfileTable) -> Table:
-    """Prices per participating rank in ms; `-` is not an option."""
+    """Prices per participating rank in ms; `-` is not an option, `~` was not measured but interpolated."""
 
     def cell(bucket: Bucket, column: int) -> str:
         price = table.price_us(bucket, *table.classes[column])
-        return "-" if price is None else _ms(price)
+        if price is None:
+            return "-"
+        return _ms(price) if table.is_measured(bucket, *table.classes[column]) else f"~{_ms(price)}"
 
     rows = tuple(
         (bucket.name, *(cell(bucket, i) for i in range(len(table.classes))))
         for bucket in sorted(table.buckets, key=lambda b: (b.num_tokens, b.name))
     )
+    marked = f", ~ {len(table.interpolated)} interpolated" if table.interpolated else ""
     names = tuple(f"{config}" if where == "node" else f"{config}@{where}" for config, where in table.classes)
     return Table(
         "Profile (ms per participating rank, by (q,h,k))",
         ("bucket", *names),
         rows,
-        f"fixed step cost {_ms(table.fixed_us)} ms, prices {table.version}",
+        f"fixed step cost {_ms(table.fixed_us)} ms, prices {table.version}{marked}",
     )
 
 

@@ -1,0 +1,216 @@
+"""Prices corrected by whole steps: what sequences cost beside others differs from what each costs by itself.
+
+The terms are per sequence, so that they fold into the prices and every planner knows them:
+
+    makespan = fixed + max over ranks of the sum over its sequences of
+               (whole or split scale) * price + launch + (exchange, where split)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+
+import numpy as np
+
+from zellige_lightning.placement.plan import PlacementOption
+from zellige_lightning.placement.sequence import Bucket
+from zellige_lightning.placement.topology import Topology
+from zellige_lightning.planner.cost import ProfileTable
+
+TERMS = ("fixed", "whole", "split", "launch", "exchange")
+# In the order in which they are tried. The scales of whole and split are one where only `whole` is named.
+MODELS: Mapping[str, tuple[str, ...]] = {
+    "plain": (),
+    "scale": ("fixed", "whole"),
+    "two scales": ("fixed", "whole", "split"),
+    "launches": ("fixed", "whole", "launch"),
+    "exchanges": ("fixed", "whole", "exchange"),
+    "all": TERMS,
+}
+# A further term must bring the error on plans that it has not seen below that share, and by so many points.
+_WORTH, _WORTH_PCT = 0.97, 0.05
+_RANGE = (0.5, 2.0)  # of a scale; beyond it the steps were not those that the prices are for
+_MOST_FIXED = 3.0  # times the fixed cost that was measured: a machine that was busy looks like a fixed cost
+_ITERATIONS = 5
+
+
+@dataclass(frozen=True)
+class Observation:
+    """A step that was run.
+
+    Args:
+        options, buckets: placement and shape of each of its sequences.
+        measured_us: its makespan.
+        batch: observations of one batch are left out together in cross-validation.
+    """
+
+    options: tuple[PlacementOption, ...]
+    buckets: tuple[Bucket, ...]
+    measured_us: float
+    batch: int
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Corrections, see above; microseconds and factors."""
+
+    fixed_us: float
+    whole: float = 1.0
+    split: float = 1.0
+    launch_us: float = 0.0
+    exchange_us: float = 0.0
+
+    def price_us(self, price_us: float, is_whole: bool) -> float:
+        """The corrected price of a sequence."""
+        own = self.whole * price_us if is_whole else self.split * price_us + self.exchange_us
+        return own + self.launch_us
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What whole steps have taught.
+
+    Args:
+        model: the key of `MODELS` that was chosen.
+        errors_pct: mean absolute error of each model, of plans of batches that it was not fitted to.
+    """
+
+    model: str
+    terms: Terms
+    errors_pct: Mapping[str, float]
+
+    def applied_to(self, table: ProfileTable) -> ProfileTable:
+        """The table with corrected prices."""
+
+        def corrected(us: int, is_whole: bool) -> int:
+            return max(1, round(self.terms.price_us(us, is_whole)))
+
+        return replace(
+            table,
+            prices_us={key: corrected(us, key[1].is_whole) for key, us in table.prices_us.items()},
+            extrapolated_us={name: corrected(us, True) for name, us in table.extrapolated_us.items()},
+            fixed_us=max(0, round(self.terms.fixed_us)),
+        )
+
+
+def calibrate(table: ProfileTable, topology: Topology, observations: Sequence[Observation]) -> Calibration:
+    """Terms from steps of mixed plans. A further term stays only if it lowers the error on batches that were
+    left out."""
+    fitted = [_Loads.of(table, topology, observation) for observation in observations]
+    batches = [observation.batch for observation in observations]
+    errors = {name: _left_out_error(table, fitted, batches, name) for name in MODELS}
+    chosen = "plain"
+    for name, error in errors.items():
+        if error < min(_WORTH * errors[chosen], errors[chosen] - _WORTH_PCT):
+            chosen = name
+    return Calibration(chosen, fit_terms(table, fitted, MODELS[chosen]), errors)
+
+
+def held_out_errors(
+    table: ProfileTable,
+    topology: Topology,
+    known: Sequence[Observation],
+    unseen: Sequence[Observation],
+) -> dict[str, tuple[float, float]]:
+    """Mean absolute error and bias in % of `unseen`, of every model fitted to `known`."""
+    seen = [_Loads.of(table, topology, step) for step in known]
+    steps = [_Loads.of(table, topology, step) for step in unseen]
+    found = {}
+    for name, terms in ((name, fit_terms(table, seen, names)) for name, names in MODELS.items()):
+        errors = np.array([step.makespan_us(terms) / step.measured_us - 1.0 for step in steps])
+        found[name] = 100.0 * float(np.abs(errors).mean()), 100.0 * float(errors.mean())
+    return found
+
+
+@dataclass(frozen=True)
+class _Loads:
+    """By rank `[N, 5]`: what each of `TERMS` is multiplied with; and the measured makespan."""
+
+    features: np.ndarray
+    measured_us: float
+
+    @classmethod
+    def of(cls, table: ProfileTable, topology: Topology, step: Observation) -> _Loads:
+        features = np.zeros((topology.world_size, len(TERMS)))
+        features[:, 0] = 1.0
+        for option, bucket in zip(step.options, step.buckets, strict=True):
+            price = table.price_us(bucket, option.config, topology.class_of(option.ranks))
+            assert price is not None, f"{bucket.name} under {option.config} was run without a price"
+            for rank in option.ranks:
+                features[rank, 1 if option.config.is_whole else 2] += price
+                features[rank, 3] += 1.0
+                features[rank, 4] += not option.config.is_whole
+        return cls(features, step.measured_us)
+
+    def makespan_us(self, terms: Terms) -> float:
+        return float((self.features @ _vector(terms)).max())
+
+    def critical(self, terms: Terms) -> np.ndarray:
+        """Features of the rank that these terms make the slowest."""
+        return self.features[int((self.features @ _vector(terms)).argmax())]
+
+
+def _vector(terms: Terms) -> np.ndarray:
+    return np.array([terms.fixed_us, terms.whole, terms.split, terms.launch_us, terms.exchange_us])
+
+
+def fit_terms(table: ProfileTable, steps: Sequence[_Loads], names: Sequence[str]) -> Terms:
+    """Least squares in relative error; which rank is the slowest follows from the terms, so this is repeated.
+    Without names, or where a scale comes out absurd, the table as it is."""
+    plain = terms = Terms(float(table.fixed_us))
+    if not names or len(steps) <= len(names):
+        return plain
+    most_us = _MOST_FIXED * table.fixed_us
+    for _ in range(_ITERATIONS):
+        rows = np.stack([step.critical(terms) / step.measured_us for step in steps])
+        found = _solve(rows, names, np.ones(len(rows)))
+        if found is not None and found.fixed_us > most_us:
+            rest = [name for name in names if name != "fixed"]
+            found = _solve(rows, rest, 1.0 - most_us * rows[:, 0])
+            found = None if found is None else replace(found, fixed_us=most_us)
+        if found is None or not all(_RANGE[0] <= s <= _RANGE[1] for s in (found.whole, found.split)):
+            return plain
+        if found == terms:
+            break
+        terms = found
+    return terms
+
+
+def _solve(rows: np.ndarray, names: Sequence[str], target: np.ndarray) -> Terms | None:
+    """No term is negative: the best over all subsets of those that may vanish."""
+    columns = [rows[:, TERMS.index(name)] for name in names]
+    if "split" not in names:  # one scale for both
+        columns[names.index("whole")] = rows[:, 1] + rows[:, 2]
+    scales = [i for i, name in enumerate(names) if name in ("whole", "split")]
+    others = [i for i in range(len(names)) if i not in scales]
+    best, best_error = None, float("inf")
+    for size in range(len(others) + 1):
+        for chosen in combinations(others, size):
+            used = [*scales, *chosen]
+            matrix = np.stack([columns[i] for i in used], axis=1)
+            found, *_ = np.linalg.lstsq(matrix, target, rcond=None)
+            error = float(((matrix @ found - target) ** 2).sum())
+            if found.min() >= 0.0 and error < best_error - 1e-12:
+                best, best_error = {names[i]: float(x) for i, x in zip(used, found, strict=True)}, error
+    if best is None:
+        return None
+    return Terms(
+        best.get("fixed", 0.0),
+        best["whole"],
+        best.get("split", best["whole"]),
+        best.get("launch", 0.0),
+        best.get("exchange", 0.0),
+    )
+
+
+def _left_out_error(table: ProfileTable, steps: Sequence[_Loads], batches: Sequence[int], name: str) -> float:
+    """Mean absolute error in %, each batch predicted by terms of the others."""
+    errors = []
+    for left_out in sorted(set(batches)):
+        known = [step for step, batch in zip(steps, batches, strict=True) if batch != left_out]
+        terms = fit_terms(table, known, MODELS[name])
+        unseen = [step for step, batch in zip(steps, batches, strict=True) if batch == left_out]
+        errors += [abs(step.makespan_us(terms) / step.measured_us - 1.0) for step in unseen]
+    return 100.0 * float(np.mean(errors)) if errors else 0.0

@@ -1,0 +1,137 @@
+"""From timed steps to a price table (paper, Sec. IV-B): marginal prices, what the budget did not reach, and
+what noise has made absurd."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+
+from zellige_lightning.errors import ProfileError
+from zellige_lightning.placement import Bucket, ParallelConfig
+from zellige_lightning.placement.plan import WHOLE
+from zellige_lightning.planner import ProfileTable
+from zellige_lightning.planner.cost import PriceKey
+from zellige_lightning.planner.price_fit import FitKey, PriceFit, fit_all
+from zellige_lightning.profile_rounds import Price, Probe, Rounds, base, price_of
+
+_ABSURD = 0.5  # a price below that share of what its neighbours say was spoilt by noise
+
+
+def table_of(
+    rounds: Rounds,
+    probes: Sequence[Probe],
+    buckets: tuple[Bucket, ...],
+    all_reduce_us: float,
+    fingerprint: Mapping[str, str | int | float],
+    clock: str = "wall",
+) -> ProfileTable:
+    """The table of what was timed.
+
+    Raises:
+        ProfileError: no bucket fits whole.
+    """
+    fixed_us = fixed_cost_us(rounds, clock)
+    measured = measured_prices(rounds, probes, fixed_us, clock)
+    infeasible = {key_of(probe) for probe in rounds.infeasible}
+    skipped = {key_of(probe) for probe in rounds.skipped} - set(measured) - infeasible
+    prices = {key: price.price_us for key, price in measured.items()}
+    doubtful = doubtful_prices(buckets, prices)
+    kept = {key: measured[key].at_least() for key in prices if key not in doubtful}
+    filled = interpolated(buckets, kept, doubtful | skipped)
+    every = {key: max(1, round(value)) for key, value in {**kept, **filled}.items()}
+    spread = {key: round(measured[key].spread_us) for key in kept}
+    rest = extrapolated(buckets, every)
+    fixed = round(fixed_us + all_reduce_us)
+    return ProfileTable(buckets, every, rest, fixed, fingerprint, spread, frozenset(filled))
+
+
+def fixed_cost_us(rounds: Rounds, clock: str) -> float:
+    """What a step costs that carries next to nothing; no more than what steps with two numbers of copies
+    leave when their marginal costs are taken off, should that measurement have been spoilt."""
+    by_key: dict[PriceKey, dict[int, float]] = {}
+    for probe in rounds.samples:
+        by_key.setdefault(key_of(probe), {})[probe.copies] = median(rounds.times_us(probe, clock))
+    rests = []
+    for times in by_key.values():
+        if len(times) > 1:
+            least, most = min(times), max(times)
+            rests.append(times[least] - least * (times[most] - times[least]) / (most - least))
+    known = median(rounds.times_us(base(), clock))
+    return max(0.0, min(known, median(rests))) if rests else known
+
+
+def key_of(probe: Probe) -> PriceKey:
+    return probe.bucket.name, probe.config, probe.topology_class
+
+
+def measured_prices(
+    rounds: Rounds, probes: Sequence[Probe], fixed_us: float, clock: str
+) -> dict[PriceKey, Price]:
+    """By pair, of the pairs all of whose probes were timed."""
+    times: dict[PriceKey, dict[int, list[float]]] = {}
+    missing = {key_of(p) for p in probes if p not in rounds.samples}
+    for probe in probes:
+        if key_of(probe) not in missing:
+            times.setdefault(key_of(probe), {})[probe.copies] = rounds.times_us(probe, clock)
+    return {key: price_of(found, fixed_us) for key, found in times.items()}
+
+
+def _points(
+    buckets: Sequence[Bucket], prices: Mapping[PriceKey, float], without: PriceKey | None = None
+) -> dict[FitKey, list[tuple[int, int]]]:
+    tokens = {bucket.name: bucket.num_tokens for bucket in buckets}
+    points: dict[FitKey, list[tuple[int, int]]] = {}
+    for key, price in prices.items():
+        if key != without and price >= 1.0:
+            points.setdefault(key[1:], []).append((tokens[key[0]], round(price)))
+    return points
+
+
+def doubtful_prices(buckets: Sequence[Bucket], prices: Mapping[PriceKey, float]) -> set[PriceKey]:
+    """Prices that noise has made absurdly low: below half of the fit through the others of the same
+    configuration. Others of theirs must exist."""
+    tokens = {bucket.name: bucket.num_tokens for bucket in buckets}
+    found = set()
+    for key, price in prices.items():
+        others = _points(buckets, prices, without=key).get(key[1:], [])
+        if len(others) >= 2 or (others and price < 1.0):
+            expected = PriceFit.of_points(sorted(others)).price_us(tokens[key[0]])
+            if price < _ABSURD * expected:
+                found.add(key)
+    return found
+
+
+def interpolated(
+    buckets: Sequence[Bucket], prices: Mapping[PriceKey, float], wanted: set[PriceKey]
+) -> dict[PriceKey, float]:
+    """The wanted prices from the fits, where their configuration has one."""
+    tokens = {bucket.name: bucket.num_tokens for bucket in buckets}
+    fits = fit_all(_points(buckets, prices))
+    return {key: float(fits[key[1:]].price_us(tokens[key[0]])) for key in wanted if key[1:] in fits}
+
+
+def extrapolated(buckets: tuple[Bucket, ...], prices: Mapping[PriceKey, int]) -> dict[str, int]:
+    """Whole prices of the buckets that do not fit whole, from those that do. Used only by Eq. (4) and F.
+
+    Raises:
+        ProfileError: no bucket fits whole.
+    """
+    fitting = tuple(b for b in buckets if (b.name, WHOLE, "node") in prices)
+    if not fitting:
+        raise ProfileError(
+            "no bucket of the catalog fits whole on one rank",
+            fix="raise planner.memory_cap_gib, or add a smaller bucket to the catalog",
+        )
+    known = {key: price for key, price in prices.items() if key[1] == WHOLE}
+    table = ProfileTable(fitting, known, {}, 0, {})
+    return {bucket.name: table.whole_us(bucket) for bucket in buckets if bucket not in fitting}
+
+
+def not_offered(
+    table: ProfileTable, configs: Sequence[ParallelConfig], rounds: Rounds
+) -> tuple[list[str], list[str]]:
+    """Configurations without any price, and pairs that ran out of memory, as texts for the log."""
+    priced = {key[1] for key in table.prices_us}
+    missing = [str(config) for config in configs if config not in priced]
+    spilled = sorted({f"{p.bucket.name} {p.config}" for p in rounds.infeasible})
+    return missing, spilled
