@@ -26,7 +26,7 @@ from zellige_lightning.placement import ParallelConfig, PlacementOption, Sequenc
 from zellige_lightning.sources import FieldSpec, Sample, SyntheticSource
 from zellige_lightning.strategy import ZelligeStrategy
 
-TIMEOUT_S = 12.0
+TIMEOUT_S, GRACE_S = 12.0, 2.0
 FAULT: dict[str, float] = {}  # when it happened, on the rank where it did
 FIELDS = {"x": FieldSpec((6,), torch.float32)}, {"c": FieldSpec((4,), torch.float32)}
 VIDEO, IMAGE = (5, 6, 8), (1, 4, 4)
@@ -47,6 +47,8 @@ class Model(CoalescedAttentionMixin, LightningModule):
             FAULT["fault"] = time.monotonic()
         if due and self.fault == "out of memory":
             raise MemoryError("no room for activations")
+        if due and self.fault == "sleeps":
+            time.sleep(TIMEOUT_S + GRACE_S + 1.0)
         if due and self.fault == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         x = batch.tokens["x"]
@@ -156,7 +158,7 @@ def test_a_failure_inside_a_step_reaches_every_rank(fault: str, text: str, fault
         for part in (text, f"rank {faulty_rank}", "step 2"):
             assert part in failure["text"]
         waited = failure["raised"] - failures[faulty_rank]["fault"]
-        assert waited <= TIMEOUT_S + 2.0, "this rank waited for one that had given up"
+        assert waited <= TIMEOUT_S + GRACE_S, "this rank waited for one that had given up"
 
 
 @pytest.mark.parametrize(
@@ -185,6 +187,17 @@ def test_a_killed_rank_does_not_hang_the_others() -> None:
     assert victim.exit_code == -signal.SIGKILL
     assert survivor.value["kind"] == "CollectiveError"
     assert "step 2" in survivor.value["text"]
+
+
+@pytest.mark.slow
+def test_a_rank_that_sleeps_is_reported_in_time() -> None:
+    """Also the one that slept is told, once it wakes."""
+    failures = failures_of("sleeps", 1, world=3)
+    for failure in failures:
+        assert failure["kind"] == "CollectiveError"
+        assert "step 2" in failure["text"]
+    for failure in failures[::2]:
+        assert failure["raised"] - failures[1]["fault"] <= TIMEOUT_S + GRACE_S
 
 
 def test_an_illegal_head_split_names_the_legal_degrees() -> None:
