@@ -114,6 +114,17 @@ def test_every_planner_option_names_its_planner() -> None:
         assert PlannerConfig.of(plain(composed(f"planner={option}").planner)).name == option
 
 
+@pytest.mark.parametrize(
+    ("written", "meant"), [("on", True), ("off", False), ("true", True), ("false", False)]
+)
+def test_online_is_on_or_off(written: str, meant: bool) -> None:
+    config = PlannerConfig.of(plain(composed(f"planner.online={written}").planner))
+    assert config.online is config.adapts is meant
+    assert not PlannerConfig.of(plain(composed("planner=knapformer").planner)).adapts
+    with pytest.raises(ConfigError, match=r"planner.online = 'maybe'"):
+        PlannerConfig(online="maybe")  # type: ignore[arg-type]
+
+
 def test_nodes_equal_the_defaults_in_python() -> None:
     config = composed("recipe=demo", "model=wan21_1_3b")
     strategy = plain(config.strategy)

@@ -11,8 +11,8 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence as Rows
-from concurrent.futures import Future
-from dataclasses import dataclass
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
 from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -20,12 +20,14 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from zellige_lightning.agreement import Agreement
 from zellige_lightning.background import Background
 from zellige_lightning.batch import RankBatch, materialize
+from zellige_lightning.correction import Expectation, OnlinePrices, PriceVersion, stamp
 from zellige_lightning.errors import DataError, PlanningError, ZelligeError
 from zellige_lightning.fingerprint import NO_REPORT, Agreed, report_of, require_one_plan
 from zellige_lightning.loader import GlobalBatchLoader
 from zellige_lightning.placement import GlobalBatch, Plan
 from zellige_lightning.planner import Planner
 from zellige_lightning.planner.deferral import Deferred, carry, withhold
+from zellige_lightning.planner.precedent import Precedent
 
 
 @dataclass
@@ -42,6 +44,8 @@ class PlannedStep:
         hit_rate: share of batches so far whose plan came from the cache, 0 to 1.
         deferred: (key, bucket) of what waits for the next batch (`planner.defer`).
         agreed: plan and schedule of each wave, as all ranks compared them.
+        expectation: what the profile expects of it; None where prices are not corrected.
+        precedent: where it was placed, for the plan of the next batch.
     """
 
     batch: GlobalBatch
@@ -53,6 +57,8 @@ class PlannedStep:
     hit_rate: float = 0.0
     deferred: tuple[Deferred, ...] = ()
     agreed: tuple[Agreed, ...] = ()
+    expectation: Expectation | None = None
+    precedent: Precedent = field(default_factory=Precedent)
 
 
 class StepPreparer:
@@ -62,11 +68,20 @@ class StepPreparer:
 
     Attributes:
         deferred: (key, bucket) of what waits for the next batch; a resumed run sets it before its first.
+        precedent: where the last batch was placed; likewise.
     """
 
-    def __init__(self, agreement: Agreement, planner: Planner, stop_requested: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        agreement: Agreement,
+        planner: Planner,
+        stop_requested: Callable[[], bool],
+        prices: OnlinePrices,
+    ) -> None:
         self._agreement, self._planner, self._stop_requested = agreement, planner, stop_requested
+        self._prices = prices
         self.deferred: tuple[Deferred, ...] = ()
+        self.precedent = Precedent()
 
     def prepare(self, loader: GlobalBatchLoader, batch: GlobalBatch, accumulation: int) -> PlannedStep:
         """Agree on the batch, plan it on rank 0, share the plans, read this rank's tokens.
@@ -78,25 +93,27 @@ class StepPreparer:
         """
         began = time.perf_counter()
         batch = carry(batch, self.deferred)
-        reports = self._agreement.gather([batch.digest, int(self._stop_requested())])
-        if len({digest for digest, _ in reports}) > 1:
-            error = DataError(
-                f"the ranks drew different global batches: digests {[digest for digest, _ in reports]}",
-                fix="give every rank the same seed, sample list and settings",
-                step=batch.step,
-            )
-            error.agreed = True
+        version = self._prices.at(batch.step)
+        mine = [batch.digest, stamp(version, self.precedent), int(self._stop_requested())]
+        reports = self._agreement.gather(mine)
+        if (error := _disagreement(reports)) is not None:
+            error.step, error.agreed = batch.step, True
             raise error
-        text = self._agreement.on_first(lambda: self._solve(batch))
+        text = self._agreement.on_first(lambda: self._solve(batch, version))
         step = self._read_together(loader, batch, text, accumulation)
         self.deferred = step.deferred
+        if self._prices.corrects:
+            placed = [(wave.global_batch, wave.plan) for wave in step.waves]
+            step.expectation = self._prices.expect(batch.step, placed)
+            step.precedent = self.precedent = Precedent.of(placed)
         step.prepare_ms = 1e3 * (time.perf_counter() - began)
-        step.stop = any(stop for _, stop in reports)
+        step.stop = any(stop for *_, stop in reports)
         return step
 
-    def _solve(self, batch: GlobalBatch) -> str:
+    def _solve(self, batch: GlobalBatch, version: PriceVersion) -> str:
         """What rank 0 found, as JSON for all."""
         try:
+            self._planner.use(version.table, version.correction, self.precedent)
             planned = self._planner.plan_ladder(batch, [key for key, _ in self.deferred])
         except ZelligeError as error:
             error.step = batch.step
@@ -164,6 +181,22 @@ class StepPreparer:
             ) from error
 
 
+def _disagreement(reports: list[list[int]]) -> ZelligeError | None:
+    """What the ranks differ in before a step, if anything."""
+    batches, prices, _ = zip(*reports, strict=True)
+    if len(set(batches)) > 1:
+        return DataError(
+            f"the ranks drew different global batches: digests {list(batches)}",
+            fix="give every rank the same seed, sample list and settings",
+        )
+    if len(set(prices)) > 1:
+        return PlanningError(
+            f"the ranks hold different prices or previous plans: digests {list(prices)}",
+            fix="resume all ranks from the same checkpoint, or set planner.online=off",
+        )
+    return None
+
+
 class PendingStep:
     """What the loader yields: a step that may still be in preparation. Not a dataclass: a half-precision
     plugin would walk into its fields.
@@ -174,6 +207,10 @@ class PendingStep:
 
     def __init__(self, batch: GlobalBatch, future: Future[PlannedStep], opens_window: bool) -> None:
         self.batch, self.opens_window, self._future = batch, opens_window, future
+
+    def wait(self) -> None:
+        """Until it is ready, or failed."""
+        wait([self._future])
 
     def take(self) -> PlannedStep:
         """Wait until it is ready; says how long that took."""
@@ -224,6 +261,7 @@ class LookaheadLoader:
         self._pending: dict[tuple[int, int], PendingStep] = {}
         self._epoch = self._delivered = 0
         self._epochs: dict[int, list[GlobalBatch]] = {}
+        self.next_step = 0  # number of the first global batch that has not been asked for
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -269,6 +307,11 @@ class LookaheadLoader:
             self._background = None
         self._pending.clear()
 
+    def settle(self) -> None:
+        """Wait until nothing is in preparation. Whatever failed there shows when it is taken."""
+        for pending in self._pending.values():
+            pending.wait()
+
     def _ask(self, epoch: int, index: int) -> PendingStep:
         """The step at that position, handed to the background if it was not yet."""
         if (epoch, index) not in self._pending:
@@ -277,6 +320,7 @@ class LookaheadLoader:
             batch, window = self._batches(epoch)[index], self._window(epoch)
             future = self._background.submit(lambda: self._prepare(batch, window))
             self._pending[epoch, index] = PendingStep(batch, future, index % window == 0)
+            self.next_step = max(self.next_step, batch.step + 1)
         return self._pending[epoch, index]
 
     def _ask_ahead(self, epoch: int, index: int) -> None:

@@ -48,6 +48,7 @@ class MakespanMonitor(Callback):
             "waves": float(record.num_waves),
             "gap_pct": 100.0 * min(record.plan.gap, 10.0),  # certified; 1000 where nothing was proven
             "plan_cache_hit_rate": record.hit_rate,
+            "price_changes": float(strategy.services.prices.num_changes),
             "solve_ms": record.solve_ms,
             "exposed_ms": record.exposed_ms,
             "bytes_mb": record.bytes_sent / 1e6,  # all ranks, forward and backward

@@ -6,6 +6,7 @@ the run, so that no other strategy could go on from ours.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from zellige_lightning.placement import Bucket
@@ -14,13 +15,18 @@ from zellige_lightning.planner.deferral import Deferred
 KEY = "zellige"
 
 
-def set_apart(checkpoint: dict[str, Any], deferred: tuple[Deferred, ...] = ()) -> None:
-    """Move the position to `checkpoint["zellige"]["position"]`, beside what waits for the next batch."""
+def set_apart(
+    checkpoint: dict[str, Any], deferred: tuple[Deferred, ...] = (), prices: Mapping[str, Any] | None = None
+) -> None:
+    """Move the position to `checkpoint["zellige"]["position"]`, beside what waits for the next batch and what
+    was learnt of prices."""
     loop = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
     states = loop.get("combined_loader")
     if states and isinstance(states[0], dict) and set(states[0]) == {"epoch", "delivered"}:
         loop["combined_loader"] = []
         checkpoint[KEY] = {"position": states[0]}
+        if prices:
+            checkpoint[KEY]["prices"] = dict(prices)
         if deferred:
             checkpoint[KEY]["deferred"] = [[key, bucket.name, list(bucket.grid)] for key, bucket in deferred]
 
@@ -29,6 +35,13 @@ def position_in(checkpoint: dict[str, Any]) -> dict[str, int] | None:
     """{"epoch", "delivered"}, or None in a checkpoint of another strategy."""
     ours = checkpoint.get(KEY)
     return ours["position"] if isinstance(ours, dict) else None
+
+
+def prices_in(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """What was learnt of prices; empty where nothing was."""
+    ours = checkpoint.get(KEY)
+    found = ours.get("prices") if isinstance(ours, dict) else None
+    return found if isinstance(found, dict) else {}
 
 
 def deferred_in(checkpoint: dict[str, Any]) -> tuple[Deferred, ...]:

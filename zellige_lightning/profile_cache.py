@@ -57,12 +57,17 @@ def load_or_measure(
     fingerprint: Mapping[str, str | int | float],
     measure: Callable[[], ProfileTable],
     say: Callable[[str], None],
+    anew: bool = False,
 ) -> ProfileTable:
     """Rank 0's file where it fits this job, else a fresh measurement, which rank 0 writes. Rank 0's table is
-    everybody's."""
+    everybody's.
+
+    Args:
+        anew: measure whatever the file holds.
+    """
 
     def load() -> str:
-        if not path.is_file():
+        if anew or not path.is_file():
             return ""
         try:
             return ProfileTable.load(path, fingerprint).to_json()

@@ -13,6 +13,7 @@ from lightning.pytorch import LightningModule
 
 from zellige_lightning.agreement import Agreement
 from zellige_lightning.batch import RankBatch
+from zellige_lightning.correction import OnlinePrices
 from zellige_lightning.engine import AttentionRouter, CoalescedAttentionEngine, ProcessGroupCache
 from zellige_lightning.engine.routing import engine_of_step
 from zellige_lightning.engine.saving import SavePolicy
@@ -23,7 +24,7 @@ from zellige_lightning.lookahead import PlannedStep, StepPreparer
 from zellige_lightning.mixin import require_mixin
 from zellige_lightning.placement import Topology
 from zellige_lightning.placement.topology import RankSite, detect_topology, rank_site
-from zellige_lightning.planner import ModelGeometry, Planner
+from zellige_lightning.planner import ModelGeometry, Planner, ProfileTable
 from zellige_lightning.step_trace import write_trace
 
 _runs = itertools.count()  # the same on all ranks, since all make the same strategies
@@ -57,6 +58,8 @@ class Services:
         self._traces_left = engine_config.trace_steps if isinstance(engine_config.trace_steps, int) else 0
         self._preparer: StepPreparer | None = None
         self._agreed: list[Agreed] = []  # of the waves of the current step that have not begun
+        self._prices: OnlinePrices | None = None
+        self.measure_again: Callable[[], ProfileTable] | None = None
 
     @property
     def preparer_ready(self) -> bool:
@@ -67,9 +70,15 @@ class Services:
         assert self._preparer is not None, "planning is not prepared"
         return self._preparer
 
-    def plan_with(self, planner: Planner, stop_requested: Callable[[], bool]) -> None:
-        """Plan with `planner` from now on, in the background thread's own groups."""
-        self._preparer = StepPreparer(self._background_agreement, planner, stop_requested)
+    @property
+    def prices(self) -> OnlinePrices:
+        assert self._prices is not None, "planning is not prepared"
+        return self._prices
+
+    def plan_with(self, planner: Planner, stop_requested: Callable[[], bool], prices: OnlinePrices) -> None:
+        """Plan with `planner` at `prices` from now on, in the background thread's own groups."""
+        self._prices = prices
+        self._preparer = StepPreparer(self._background_agreement, planner, stop_requested, prices)
 
     def topology(self, ranks_per_node: int | None) -> Topology:
         """What the ranks see of their machines, see `detect_topology`."""

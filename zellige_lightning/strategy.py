@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zellige_lightning.accumulation import accumulates, window_in
 from zellige_lightning.batch import RankBatch
+from zellige_lightning.correction import OnlinePrices, observation_of, precedent_in, saved
 from zellige_lightning.datamodule import ZelligeDataModule
 from zellige_lightning.engine_config import EngineConfig
 from zellige_lightning.errors import ConfigError
@@ -37,7 +38,8 @@ from zellige_lightning.mixin import CoalescedAttentionMixin
 from zellige_lightning.monitor import MakespanMonitor
 from zellige_lightning.planner import PlannerConfig, ProfileTable
 from zellige_lightning.planner.deferral import Deferred
-from zellige_lightning.position import deferred_in, position_in, set_apart
+from zellige_lightning.planner.precedent import Precedent
+from zellige_lightning.position import deferred_in, position_in, prices_in, set_apart
 from zellige_lightning.preemption import Preemption
 from zellige_lightning.preparation import Job, prepare_planner
 from zellige_lightning.profiler import HardwareProfiler, ProfilerConfig
@@ -110,6 +112,7 @@ class PlacingStrategy(_Processes):
         self._loaders: list[LookaheadLoader] = []
         self._position: dict[str, int] | None = None
         self._deferred: tuple[Deferred, ...] = ()
+        self._precedent, self._learnt, self._profile_wanted = Precedent(), dict[str, Any](), False
         self._alone = False  # after a failure inside a step nobody answers any more
         self._timer = StepTimer()
 
@@ -222,7 +225,10 @@ class PlacingStrategy(_Processes):
         )
         with isolate_rng():
             self.profile, planner = prepare_planner(job, services)
-        services.plan_with(planner, lambda: self.preemption.requested)
+        warmup = self.planner_config.online_warmup if self.planner_config.adapts else None
+        topology = services.topology(self.planner_config.ranks_per_node)
+        prices = OnlinePrices(self.profile, topology, services.agreement, warmup)
+        services.plan_with(planner, lambda: self.preemption.requested, prices)
         rank_zero_info(f"zellige: ready in {time.perf_counter() - began:.1f} s")
 
     def _go_on(self) -> dict[str, int] | None:
@@ -230,6 +236,11 @@ class PlacingStrategy(_Processes):
         if not self._trainer.fit_loop.restarting:
             return None
         self.services.preparer.deferred = self._deferred
+        learnt, self._learnt = self._learnt, {}
+        if reason := self.services.prices.restore(learnt):
+            rank_zero_warn(f"zellige: {reason}")
+        elif learnt:
+            self.services.preparer.precedent = self._precedent = precedent_in(learnt)
         return self._position
 
     def take(self, pending: PendingStep) -> RankBatch:
@@ -294,6 +305,7 @@ class PlacingStrategy(_Processes):
     def backward(self, *args: Any, **kwargs: Any) -> Tensor:
         self._phase = "backward"
         release_gradients(self.lightning_module)
+        self._timer.watch(args[0] if args else kwargs["closure_loss"])
         return super().backward(*args, **kwargs)
 
     def post_backward(self, closure_loss: Tensor) -> None:
@@ -306,22 +318,54 @@ class PlacingStrategy(_Processes):
         """What the ranks measured of the planned step that just ended. A collective."""
         step = self.planned_step
         assert step is not None
-        self.planned_step, self._deferred = None, step.deferred
-        wall_us, busy_us = self._timer.read()
+        self.planned_step, self._deferred, self._precedent = None, step.deferred, step.precedent
         counted = self.services.engine.counters.to_integers()
-        reports = self.services.agreement.gather([wall_us, busy_us, *counted])
+        wanted = int(self._profile_wanted)
+        reports = self.services.agreement.gather([wanted, *self._timer.read(), *counted])
         self._phase = "between steps"
-        return record_of(step, reports)
+        record = record_of(step, [report[1:] for report in reports])
+        if step.expectation is not None:
+            self._learn(step, record, [(wall, own) for _, wall, _, own, *_ in reports])
+        if any(wanted for wanted, *_ in reports):
+            self._profile_again()
+        return record
+
+    def _learn(self, step: PlannedStep, record: StepRecord, times: list[tuple[int, int]]) -> None:
+        """Correct prices by what a step took, see `OnlinePrices`. A collective."""
+        assert step.expectation is not None
+        observed = observation_of(
+            record.step, step.expectation, times, record.predicted_us, record.measured_us
+        )
+        for line in self.services.prices.observe(observed, self._loaders[0].next_step):
+            rank_zero_info(f"zellige: {line}")
+
+    def request_profile(self) -> None:
+        """Have prices measured again after this step, such as after a drift alarm. Any rank may ask."""
+        self._profile_wanted = True
+
+    def _profile_again(self) -> None:
+        """On copies of the model, as at the start of the fit, while nothing is planned. A collective."""
+        self._phase, self._profile_wanted = "profiling", False
+        self._loaders[0].settle()
+        assert self.services.measure_again is not None
+        with isolate_rng():
+            self.profile = self.services.measure_again()
+        self.services.prices.remeasured(self.profile, self._loaders[0].next_step)
+        rank_zero_info(f"zellige: prices of step {self._loaders[0].next_step} on are measured again")
+        self._phase = "between steps"
 
     # ---- checkpoints ---------------------------------------------------------------------------------------
 
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        set_apart(checkpoint, self._deferred)
+        ready = self._services is not None and self._services.preparer_ready
+        prices = saved(self.services.prices, self._precedent) if ready else self._learnt
+        set_apart(checkpoint, self._deferred, prices)
         super().save_checkpoint(checkpoint, *args, **kwargs)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(*args, **kwargs)
         self._position, self._deferred = position_in(checkpoint), deferred_in(checkpoint)
+        self._learnt = prices_in(checkpoint)
         return checkpoint
 
     # ---- stopping and failing ------------------------------------------------------------------------------
@@ -354,6 +398,10 @@ class PlacingStrategy(_Processes):
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         return obj if self._alone else super().broadcast(obj, src)
+
+    def reduce(self, *args: Any, **kwargs: Any) -> Any:
+        with self._timer.waiting():
+            return super().reduce(*args, **kwargs)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         return decision if self._alone else super().reduce_boolean_decision(decision, all=all)

@@ -37,6 +37,9 @@ class Observed:
     def prepare(self) -> None:
         self._planner.prepare()
 
+    def use(self, *prices: Any) -> None:
+        self._planner.use(*prices)
+
     @property
     def hit_rate(self) -> float:
         return self._planner.hit_rate  # type: ignore[no-any-return]

@@ -70,7 +70,8 @@ def test_packing_a_group_at_once_is_eq_8_one_by_one(
     loads, mems = [a for a, _ in rows], [b for _, b in rows]
     target = max(1, (sum(loads) + count * price) // world)
     packed, held, row = buffer(loads), buffer(mems), zeros(world)
-    done = pack_group(count, price, mib, target, cap, world, packed, held, row)
+    prices = buffer([price] * world)
+    done = pack_group(count, prices, 0, 1, mib, target, cap, world, packed, held, row)
     try:
         ranks = pack_fillers([FillerGroup(tuple(range(count)), price, mib)], loads, mems, target * world, cap)
     except FillerOverflowError:
@@ -93,7 +94,8 @@ def test_every_style_places_everything_under_the_cap(
     for style in (EQ_8, DENSE, MEMORY_ONLY):
         loads, mems = buffer(a for a, _ in rows), buffer(b for _, b in rows)
         took, order = zeros(number * world), buffer(range(number))
-        counts, price, mib = (buffer(column) for column in zip(*groups, strict=True))
+        counts, mib = (buffer(column) for column in list(zip(*groups, strict=True))[::2])
+        price = buffer(p * (1 + r) for _, p, _ in groups for r in range(world))  # rank r is r times slower
         largest = pack_sand(
             style,
             order,
@@ -117,14 +119,14 @@ def test_every_style_places_everything_under_the_cap(
         for g, (count, _, _) in enumerate(groups):
             assert sum(took[g * world : (g + 1) * world]) == count
         for r, (load, held) in enumerate(rows):
-            assert loads[r] == load + sum(took[g * world + r] * groups[g][1] for g in range(number))
+            assert loads[r] == load + sum(took[g * world + r] * price[g * world + r] for g in range(number))
             assert mems[r] == held + sum(took[g * world + r] * groups[g][2] for g in range(number))
 
 
 def test_relief_exchanges_heavy_for_light_where_memory_is_short() -> None:
     """Rank 1 is full of light sequences: it can take the heavy one only against three of them."""
     loads, mems, took = buffer([100, 60]), buffer([10, 10]), buffer([1, 0, 0, 6])
-    price, mib = buffer([40, 10]), buffer([6, 2])
+    price, mib = buffer([40, 40, 10, 10]), buffer([6, 2])
     assert relieve(90, 11, 2, 2, price, mib, loads, mems, took, zeros(5)) == 90
     assert [int(x) for x in took] == [0, 1, 3, 3]
     assert ([int(x) for x in loads], [int(x) for x in mems]) == ([90, 70], [10, 10])

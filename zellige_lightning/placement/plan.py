@@ -98,6 +98,7 @@ class Plan:
         nodes: search nodes.
         filling: of each rank; empty where nobody planned it. Not part of the digest either.
         solve_ms: time to produce the plan, model build included. Not part of the digest.
+        price_version: of the corrected prices; `0` for prices as measured.
     """
 
     step: int
@@ -115,6 +116,7 @@ class Plan:
     split_bound: int = 0
     nodes: int = 0
     filling: tuple[Filling, ...] = ()
+    price_version: str = "0"
 
     @property
     def makespan_us(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from itertools import accumulate
 
-from zellige_lightning.planner.problem import Group, PlacementProblem
+from zellige_lightning.planner.problem import NOMINAL, Group, PlacementProblem
 
 
 def area_bound(problem: PlacementProblem) -> int:
@@ -15,7 +15,14 @@ def area_bound(problem: PlacementProblem) -> int:
     cheaper in total than the whole sequence.
     """
     area = sum(len(group) * min(c.area_us for c in group.choices) for group in problem.groups)
-    return -(-area // problem.world_size)
+    bound = -(-area // problem.world_size)
+    if problem.slowness:  # ranks offer less, or more, than an ordinary one each
+        low, high = -1, bound * max(problem.slowness) // NOMINAL + 2
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if area <= problem.capacity_us(middle) else (middle, high)
+        bound = high
+    return bound
 
 
 def area_bound_at(problem: PlacementProblem) -> int:
@@ -24,14 +31,15 @@ def area_bound_at(problem: PlacementProblem) -> int:
     Sharper than `area_bound` where a sequence must be split to get below T, which costs area.
     """
     menus = [(len(group), _least_areas(group)) for group in problem.groups]
-    low = largest_bound(problem) - 1
-    high = max(low + 1, sum(len(g) * max(c.area_us for c in g.choices) for g in problem.groups))
+    low, slowest = largest_bound(problem) - 1, max(problem.slowness_by_rank)
+    area = sum(len(g) * max(c.area_us for c in g.choices) for g in problem.groups)
+    high = max(low + 1, -(-area * slowest // NOMINAL) + 1)
     while high - low > 1:
         middle = (low + high) // 2
         area = sum(
             count * areas[bisect_right(prices, middle) - 1] for count, (prices, areas) in menus if count
         )
-        low, high = (low, middle) if area <= problem.world_size * middle else (middle, high)
+        low, high = (low, middle) if area <= problem.capacity_us(middle) else (middle, high)
     return max(high, 0)
 
 

@@ -20,6 +20,7 @@ PLANNERS = {
     **POLICIES,
 }
 MOST_WAVES = 8
+ADAPTIVE = ("exact", "joint")  # planners whose prices may be corrected; the others are compared to the letter
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,8 @@ class PlannerConfig:
         max_waves: parts that a batch may be cut into where it does not fit at once.
         defer: where that is not enough, leave sequences to the next batch instead of failing.
         ranks_per_node: consecutive ranks fill nodes of that many; None finds the nodes (`detect_topology`).
+        online: correct prices by what steps really take (docs/PLANNING.md); only `exact` and `joint` use it.
+        online_warmup: measured steps before the first correction.
     """
 
     name: str = "exact"
@@ -59,6 +62,8 @@ class PlannerConfig:
     max_waves: int = MOST_WAVES
     defer: bool = False
     ranks_per_node: int | None = None
+    online: bool = True
+    online_warmup: int = 12
 
     def __post_init__(self) -> None:
         _check(self.name in PLANNERS, "name", self.name, f"one of {sorted(PLANNERS)}")
@@ -72,13 +77,21 @@ class PlannerConfig:
         _check(_is_number(limit) and limit > 0, "deterministic_limit", limit, "a number above 0")
         ranks = self.ranks_per_node
         _check(ranks is None or is_int(ranks, 1), "ranks_per_node", ranks, "an integer >= 1, or null")
-        for name, low in (("num_workers", 1), ("seed", 0), ("max_groups_per_rank", 1), ("max_waves", 1)):
+        least = {"num_workers": 1, "seed": 0, "max_groups_per_rank": 1, "max_waves": 1, "online_warmup": 5}
+        for name, low in least.items():
             _check(is_int(getattr(self, name), low), name, getattr(self, name), f"an integer >= {low}")
-        for name in ("ecf", "defer"):
+        if self.online in ("on", "off"):  # from the command line; in a file YAML reads them as booleans
+            object.__setattr__(self, "online", self.online == "on")
+        for name in ("ecf", "defer", "online"):
             _check(isinstance(getattr(self, name), bool), name, getattr(self, name), "true or false")
         _check(
             isinstance(self.layout, str) and self.layout != "", "layout", self.layout, "`auto` or a layout"
         )
+
+    @property
+    def adapts(self) -> bool:
+        """Whether prices are corrected while training."""
+        return self.online and self.name in ADAPTIVE
 
     @classmethod
     def of(cls, settings: PlannerConfig | Mapping[str, Any] | None) -> PlannerConfig:

@@ -109,11 +109,13 @@ class Decider:
             buffer(starts),
             buffer(c.config.degree for c in choices),
             buffer(c.price_us for c in choices),
+            buffer(c.work_us for c in choices),
             buffer(c.memory_mib for c in choices),
             buffer(set_ptr),
             buffer(j for j, _ in sets),
             buffer(set_ranks),
             buffer(r for _, ranks in sets for r in ranks),
+            buffer(problem.slowness_by_rank),
             buffer(twins),
             buffer([x for swap in swaps for x in swap] or [0]),
             buffer(x for pair in ratios for x in pair),
@@ -192,15 +194,9 @@ class Decider:
 
     def _by_slack(self, limit: int) -> bool:
         """Places the rocks greedily; see `slack_kernel`."""
-        sizes, items, counts, starts, degree, price, memory, set_ptr, set_choice, set_ranks, ranks = (
-            self._args[:11]
-        )
-        ratios, group_need, need, forced, least, loads, mems, picks = self._args[13:21]
-        placed: bool = place_by_slack(
-            limit, self.problem.cap_mib, sizes, items, counts, starts, degree, price, memory, set_ptr,
-            set_choice, set_ranks, ranks, ratios, group_need, need, forced, least, loads, mems, picks,
-            self._room,
-        )  # fmt: skip
+        tables, results = self._args[:13], self._args[15:23]  # but for the symmetries
+        given = *tables, *results, self._room
+        placed: bool = place_by_slack(limit, self.problem.cap_mib, *given)
         self.nodes += len(self.items)
         return placed and bool(self.items)
 
@@ -230,8 +226,8 @@ def light_groups(problem: PlacementProblem, max_rocks: int) -> tuple[int, ...]:
     sand: list[int] = []
     rocks = 0
     for g in sorted(range(len(groups)), key=lambda g: (-_least_area(groups[g]), g)):
-        whole = groups[g].whole
-        light = whole is not None and LIGHT * whole.price_us < mean and len(groups[g]) > 1
+        whole = groups[g].whole if len(groups[g].whole_by_rank()) == problem.world_size else None
+        light = whole is not None and LIGHT * whole.work_us < mean and len(groups[g]) > 1
         if whole is not None and (light or sand or rocks + len(groups[g]) > max_rocks):
             sand.append(g)
         else:

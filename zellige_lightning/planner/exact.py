@@ -9,7 +9,7 @@ from zellige_lightning.errors import PlanningError
 from zellige_lightning.planner.consolidate import consolidate, spare_links
 from zellige_lightning.planner.decider import FEW_SEQUENCES
 from zellige_lightning.planner.pods import search_pods
-from zellige_lightning.planner.problem import PlacementProblem
+from zellige_lightning.planner.problem import Choice, PlacementProblem
 from zellige_lightning.planner.search import ExactSearch, SearchResult
 from zellige_lightning.planner.solution import Brief, Solution, num_splits, sums
 
@@ -26,15 +26,17 @@ WIDE_GAP, MOST_VARIABLES = 0.01, 4_000  # above which a longer one is, for many 
 def solve_exact(problem: PlacementProblem, brief: Brief) -> Solution:
     """`search_problem` in the largest common unit of all prices: rescaling them changes no placement."""
     check_range(problem)
-    unit = gcd(*(c.price_us for g in problem.groups for c in g.choices))
+    choices = [c for g in problem.groups for c in g.choices]
+    unit = gcd(*(c.price_us for c in choices), *(c.nominal_us for c in choices))
     if unit <= 1:
         return search_problem(problem, brief)
-    groups = (
-        replace(g, choices=tuple(replace(c, price_us=c.price_us // unit) for c in g.choices))
-        for g in problem.groups
-    )
+    groups = (replace(g, choices=tuple(_in_unit(c, unit) for c in g.choices)) for g in problem.groups)
     solution = search_problem(replace(problem, groups=tuple(groups)), brief)
     return replace(solution, bound_us=solution.bound_us * unit)
+
+
+def _in_unit(choice: Choice, unit: int) -> Choice:
+    return replace(choice, price_us=choice.price_us // unit, nominal_us=choice.nominal_us // unit)
 
 
 def check_range(problem: PlacementProblem) -> None:

@@ -4,7 +4,7 @@ cap."""
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from zellige_lightning.errors import PlanningError
 from zellige_lightning.placement.plan import ParallelConfig
@@ -12,7 +12,14 @@ from zellige_lightning.placement.sequence import Bucket, GlobalBatch, Sequence
 from zellige_lightning.placement.topology import Topology
 from zellige_lightning.planner.cost import MemoryModel, ProfileTable
 from zellige_lightning.planner.options import legal_rank_sets
-from zellige_lightning.planner.problem import Choice, Group, PlacementProblem, RankSet, drop_dominated
+from zellige_lightning.planner.problem import (
+    Choice,
+    Group,
+    PlacementProblem,
+    RankSet,
+    drop_dominated,
+    slowed,
+)
 from zellige_lightning.planner.traffic import traffic
 
 
@@ -23,6 +30,7 @@ class OptionMenu:
     Args:
         family: of the rank sets, see `legal_rank_sets`.
         max_degree: no configuration above it; None for no bound.
+        slowness: of each rank, per mille of ordinary time; empty where all are alike.
     """
 
     table: ProfileTable
@@ -32,6 +40,7 @@ class OptionMenu:
     cap_mib: int
     family: str
     max_degree: int | None = None
+    slowness: tuple[int, ...] = ()
     _menus: dict[Bucket, tuple[Choice, ...]] = field(default_factory=dict, repr=False)
     _sets: dict[int, dict[str, tuple[RankSet, ...]]] = field(default_factory=dict, repr=False)
 
@@ -48,7 +57,7 @@ class OptionMenu:
                 raise self.does_not_fit(batch.sequences[indices[0]], batch.step)
         order = sorted(members, key=lambda b: (-self.table.whole_us(b), b.name))
         groups = tuple(Group(b.name, tuple(members[b]), self.choices(b), b.num_tokens) for b in order)
-        return PlacementProblem(self.topology.world_size, self.cap_mib, groups)
+        return PlacementProblem(self.topology.world_size, self.cap_mib, groups, self.slowness)
 
     def choices(self, bucket: Bucket) -> tuple[Choice, ...]:
         """Choices of a bucket that fit under the cap, made once per bucket."""
@@ -66,8 +75,25 @@ class OptionMenu:
             memory = self.memory.memory_mib(bucket.num_tokens, config)
             if rank_sets := self._rank_sets(config.degree).get(topology_class):
                 sent = traffic(self.memory.geometry, bucket.num_tokens, config, topology_class)
-                found.append(Choice(config, price, memory, rank_sets, sent))
+                found += self._by_slowness(Choice(config, price, memory, rank_sets, sent))
         return found
+
+    def _by_slowness(self, choice: Choice) -> list[Choice]:
+        """The choice, apart for rank sets whose slowest rank differs, fastest first."""
+        if not self.slowness:
+            return [choice]
+        sets: dict[int, list[RankSet]] = defaultdict(list)
+        for ranks in choice.rank_sets:
+            sets[max(self.slowness[r] for r in ranks)].append(ranks)
+        return [
+            replace(
+                choice,
+                price_us=slowed(choice.price_us, slowness),
+                rank_sets=tuple(alike),
+                nominal_us=choice.price_us,
+            )
+            for slowness, alike in sorted(sets.items())
+        ]
 
     def _is_legal(self, config: ParallelConfig) -> bool:
         limit = min(self.topology.world_size, self.max_degree or self.topology.world_size)

@@ -17,6 +17,7 @@ from zellige_lightning.placement.sequence import Bucket, GlobalBatch
 from zellige_lightning.placement.topology import Topology
 from zellige_lightning.planner.assemble import assemble
 from zellige_lightning.planner.config import PLANNERS, PlannerConfig, is_int
+from zellige_lightning.planner.correction import PriceCorrection
 from zellige_lightning.planner.cost import MemoryModel, ProfileTable
 from zellige_lightning.planner.cut import CatalogCut
 from zellige_lightning.planner.deferral import PlannedBatch, plan_or_defer
@@ -26,8 +27,9 @@ from zellige_lightning.planner.menu import OptionMenu
 from zellige_lightning.planner.options import check_family
 from zellige_lightning.planner.policies import POLICIES
 from zellige_lightning.planner.policies.menu import PolicyMenu
-from zellige_lightning.planner.problem import PlacementProblem
-from zellige_lightning.planner.solution import Brief, Solution
+from zellige_lightning.planner.precedent import Precedent, simplest
+from zellige_lightning.planner.problem import Cell, PlacementProblem
+from zellige_lightning.planner.solution import Brief, Solution, num_splits
 from zellige_lightning.planner.waves import Wave, plan_waves
 
 CACHED_SOLUTIONS = 256
@@ -46,6 +48,10 @@ class Planner(Protocol):
 
     def prepare(self) -> None:
         """Pays now for what the first plan would pay otherwise."""
+        ...
+
+    def use(self, table: ProfileTable, correction: PriceCorrection, precedent: Precedent) -> None:
+        """What plans depend on from now on, beside the batch."""
         ...
 
     @property
@@ -85,6 +91,7 @@ def make_planner(
 
 
 Solve = Callable[[PlacementProblem, Brief], Solution]
+Found = tuple[Solution, tuple[Cell, ...]]  # and all sequences whole, where that may be simpler
 
 
 def load_solve(name: str) -> Solve:
@@ -106,13 +113,33 @@ class BatchPlanner:
     menu: OptionMenu
     num_plans: int = 0
     num_hits: int = 0
+    correction: PriceCorrection = field(default_factory=PriceCorrection)
+    precedent: Precedent = field(default_factory=Precedent)
     _cut: CatalogCut = field(init=False)
-    _cache: OrderedDict[tuple[tuple[Bucket, int], ...], Solution] = field(
+    _cache: OrderedDict[tuple[str, tuple[tuple[Bucket, int], ...]], Found] = field(
         default_factory=OrderedDict, repr=False
     )
 
     def __post_init__(self) -> None:
-        self._cut = CatalogCut.of_table(self.menu.table)
+        self._cut, self._measured = CatalogCut.of_table(self.menu.table), self.menu.table
+
+    def use(self, table: ProfileTable, correction: PriceCorrection, precedent: Precedent) -> None:
+        """Plans depend on these from now on, beside the batch.
+
+        Args:
+            table: prices as measured.
+            correction: of these.
+            precedent: where the previous batch was placed.
+        """
+        self.precedent = precedent
+        if (table.version, correction) == (self._measured.version, self.correction):
+            return
+        if table.version != self._measured.version:
+            self.forget()
+        self._measured, self.correction = table, correction
+        corrected = correction.apply(table)
+        self.menu = replace(self.menu, table=corrected, slowness=correction.slowness, _menus={})
+        self._cut = CatalogCut.of_table(corrected)
 
     @property
     def hit_rate(self) -> float:
@@ -148,19 +175,31 @@ class BatchPlanner:
         """Raises: PlanningError, with the sequence named where it is one that does not fit."""
         start = time.perf_counter()
         problem, brief = self.problem(batch)
-        key = tuple((batch.sequences[group.members[0]].bucket, len(group)) for group in problem.groups)
+        counts = tuple((batch.sequences[group.members[0]].bucket, len(group)) for group in problem.groups)
+        key = self.correction.version, counts
         self.num_plans += 1
-        if (solution := self._cache.get(key)) is not None:
+        if (found := self._cache.get(key)) is not None:
             self.num_hits += 1
             self._cache.move_to_end(key)
         else:
-            solution = self._solve(batch, problem, brief)
-            self._cache[key] = solution
+            found = self._cache[key] = self._find(batch, problem, brief)
             if len(self._cache) > CACHED_SOLUTIONS:
                 self._cache.popitem(last=False)
+        solution, wholes = found
+        if noise := self.correction.noise:
+            solution = simplest(problem, solution, wholes, self.precedent, noise)
         plan = assemble(batch, problem, brief, solution, self.menu.table.fixed_us)
         plan = replace(plan, filling=filling_of(plan, batch, self.menu.table, self.menu.topology))
-        return replace(plan, solve_ms=(time.perf_counter() - start) * 1e3)
+        solve_ms = (time.perf_counter() - start) * 1e3
+        return replace(plan, solve_ms=solve_ms, price_version=self.correction.version)
+
+    def _find(self, batch: GlobalBatch, problem: PlacementProblem, brief: Brief) -> Found:
+        solution = self._solve(batch, problem, brief)
+        if not (self.correction.noise and num_splits(solution.cells)):
+            return solution, ()
+        from zellige_lightning.planner.wholes import all_whole  # compiles, like what has solved
+
+        return solution, all_whole(problem, solution.bound_us)
 
     def plan_waves(self, batch: GlobalBatch) -> list[Wave]:
         """The batch as waves that all plan, see `plan_waves`. Raises: PlanningError where none do."""

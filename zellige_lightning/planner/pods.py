@@ -10,9 +10,9 @@ import itertools
 from dataclasses import dataclass, field, replace
 
 from zellige_lightning.planner.bounds import area_bound_at
-from zellige_lightning.planner.compiled import zeros
+from zellige_lightning.planner.compiled import buffer, zeros
 from zellige_lightning.planner.decider import NO_BUDGET, Attempt, Decider, light_groups
-from zellige_lightning.planner.problem import Cell, Choice, Group, PlacementProblem, RankSet
+from zellige_lightning.planner.problem import NOMINAL, Cell, Choice, Group, PlacementProblem, RankSet
 from zellige_lightning.planner.sand import relieve_ranks
 from zellige_lightning.planner.sand_kernel import pack_group
 from zellige_lightning.planner.search_kernel import UNKNOWN
@@ -65,19 +65,22 @@ def _sets_by_pod(rank_sets: tuple[RankSet, ...], pods: list[range]) -> list[tupl
 def _deal(problem: PlacementProblem, pods: list[range], target: int) -> list[list[int]]:
     """Members of each group per pod, dearest groups first, by the score of Eq. (8) over pods.
 
-    A pod smaller than the largest starts with the load and memory of the ranks that it lacks.
+    A pod smaller than the largest starts with the load and memory of the ranks that it lacks, one with a slow
+    rank with the load that this rank cannot take.
     """
     size = max(map(len, pods))
     loads, memory = zeros(len(pods)), zeros(len(pods))
     for n, pod in enumerate(pods):
-        loads[n], memory[n] = (size - len(pod)) * target, (size - len(pod)) * problem.cap_mib
+        offered = sum(target * NOMINAL // problem.slowness_by_rank[r] for r in pod)
+        loads[n], memory[n] = size * target - offered, (size - len(pod)) * problem.cap_mib
     counts = [[0] * len(problem.groups) for _ in pods]
     for g, group in enumerate(problem.groups):
         choice = min(group.choices, key=lambda c: c.area_us)
         mib = choice.config.degree * choice.memory_mib
         row = zeros(len(pods))
         room = (size * target, size * problem.cap_mib)
-        if not pack_group(len(group), choice.area_us, mib, *room, len(pods), loads, memory, row):
+        areas = buffer([choice.area_us] * len(pods))
+        if not pack_group(len(group), areas, 0, 1, mib, *room, len(pods), loads, memory, row):
             return []
         for n in range(len(pods)):
             counts[n][g] = int(row[n])
@@ -94,7 +97,8 @@ def _make_pods(problem: PlacementProblem, pods: list[range], counts: list[list[i
         rows = zip(problem.groups, counts[n], menus, strict=True)
         groups = tuple(Group(g.bucket, g.members[:count], menu[0], g.num_tokens) for g, count, menu in rows)
         origin = tuple(kept for _, kept in menus)
-        made.append(Pod(pod.start, PlacementProblem(len(pod), problem.cap_mib, groups), origin))
+        slowness = problem.slowness[pod.start : pod.stop]
+        made.append(Pod(pod.start, PlacementProblem(len(pod), problem.cap_mib, groups, slowness), origin))
     return made
 
 
@@ -160,7 +164,7 @@ def _fill(
     target, cells = bound + int(bound * epsilon / 2), []
     known: dict[tuple[object, ...], Attempt] = {}
     for pod in made:
-        key = tuple((len(g), id(g.choices)) for g in pod.problem.groups)
+        key = (pod.problem.slowness, *((len(g), id(g.choices)) for g in pod.problem.groups))
         answer = known.get(key) or _place(pod.problem, target, epsilon, node_limit)
         if answer is None or answer.makespan_us is None:
             return None

@@ -12,6 +12,12 @@ from dataclasses import dataclass, replace
 from zellige_lightning.placement.plan import ParallelConfig, PlacementOption
 
 RankSet = tuple[int, ...]
+NOMINAL = 1000  # slowness of an ordinary rank, per mille of its time
+
+
+def slowed(price_us: int, slowness: int) -> int:
+    """What work of that nominal price takes on ranks of that slowness, rounded up."""
+    return -(-price_us * slowness // NOMINAL)
 
 
 @dataclass(frozen=True)
@@ -22,8 +28,10 @@ class Choice:
         config: (q, h, k).
         price_us: time per participating rank.
         memory_mib: memory per participating rank.
-        rank_sets: legal rank sets, each of `config.degree` ascending ranks, all of one topology class.
+        rank_sets: legal rank sets, each of `config.degree` ascending ranks, all of one topology class and as
+            slow as one another.
         traffic: bytes that its ranks exchange in a layer's forward, weighted by link class; breaks ties only.
+        nominal_us: price on ranks of ordinary speed; 0 where that is `price_us`.
     """
 
     config: ParallelConfig
@@ -31,11 +39,17 @@ class Choice:
     memory_mib: int
     rank_sets: tuple[RankSet, ...]
     traffic: int = 0
+    nominal_us: int = 0
+
+    @property
+    def work_us(self) -> int:
+        """Time per participating rank of ordinary speed."""
+        return self.nominal_us or self.price_us
 
     @property
     def area_us(self) -> int:
-        """Rank time that one sequence takes from the whole machine."""
-        return self.config.degree * self.price_us
+        """Rank time that one sequence takes from the whole machine, at ordinary speed."""
+        return self.config.degree * self.work_us
 
 
 @dataclass(frozen=True)
@@ -53,21 +67,42 @@ class Group:
 
     @property
     def whole(self) -> Choice | None:
-        """The whole-sequence choice, if the group has one."""
+        """The whole-sequence choice on the fastest ranks, if the group has one."""
         return next((c for c in self.choices if c.config.is_whole), None)
+
+    def whole_by_rank(self) -> dict[int, int]:
+        """Position in `choices` of the whole-sequence choice that each rank has."""
+        wholes = ((j, c) for j, c in enumerate(self.choices) if c.config.is_whole)
+        return {rank: j for j, choice in wholes for (rank,) in choice.rank_sets}
 
 
 @dataclass(frozen=True)
 class PlacementProblem:
-    """One global batch (or a part of one) to place on `world_size` ranks with `cap_mib` each."""
+    """One global batch (or a part of one) to place on `world_size` ranks with `cap_mib` each.
+
+    Args:
+        slowness: of each rank, per mille of ordinary time; empty where all are alike. A choice costs what the
+            slowest rank of its rank sets needs: sharing ranks wait for one another in every layer.
+    """
 
     world_size: int
     cap_mib: int
     groups: tuple[Group, ...]
+    slowness: tuple[int, ...] = ()
 
     @property
     def num_sequences(self) -> int:
         return sum(map(len, self.groups))
+
+    @property
+    def slowness_by_rank(self) -> tuple[int, ...]:
+        return self.slowness or (NOMINAL,) * self.world_size
+
+    def capacity_us(self, limit: int) -> int:
+        """Ordinary rank time that all ranks offer together up to a load of `limit`."""
+        if not self.slowness:
+            return self.world_size * limit
+        return sum(limit * NOMINAL // slowness for slowness in self.slowness)
 
 
 @dataclass(frozen=True, order=True)

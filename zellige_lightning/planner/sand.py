@@ -25,8 +25,8 @@ class Sand:
 
     def __post_init__(self) -> None:
         world, number = self.problem.world_size, max(1, len(self.groups))
-        self.choices = [self._whole(g) for g in self.groups]
-        wholes = [choice for _, choice in self.choices]
+        self.choices = [self._wholes(g) for g in self.groups]
+        wholes = [choice for _, choice in self.weights]
         counts = [len(self.problem.groups[g]) for g in self.groups]
         places = range(len(self.groups))
         self._orders = {
@@ -39,19 +39,22 @@ class Sand:
         )
         self._amounts = (
             buffer(counts or [0]),
-            buffer([c.price_us for c in wholes] or [0]),
+            buffer([c.price_us for row in self.choices for _, c in row] or [0]),
             buffer([c.memory_mib for c in wholes] or [0]),
         )
         self._took, self._row, self._move = zeros(number * world), zeros(world), zeros(5)
 
-    def _whole(self, g: int) -> tuple[int, Choice]:
-        choices = self.problem.groups[g].choices
-        return next((j, c) for j, c in enumerate(choices) if c.config.is_whole)
+    def _wholes(self, g: int) -> list[tuple[int, Choice]]:
+        """The whole choice of every rank, with its position."""
+        group = self.problem.groups[g]
+        by_rank = group.whole_by_rank()
+        return [(by_rank[r], group.choices[by_rank[r]]) for r in range(self.problem.world_size)]
 
     @property
     def weights(self) -> list[tuple[int, Choice]]:
-        """(count, whole choice) of each group."""
-        return [(len(self.problem.groups[g]), c) for g, (_, c) in zip(self.groups, self.choices, strict=True)]
+        """(count, whole choice on the fastest ranks) of each group."""
+        groups = (self.problem.groups[g] for g in self.groups)
+        return [(len(group), group.whole) for group in groups if group.whole is not None]
 
     def pack(self, limit: int, loads: Any, mems: Any) -> bool:
         """Packs behind the rocks' `loads` and `mems`: Eq. (8) with `limit` for F, then styles for tight
@@ -80,8 +83,8 @@ class Sand:
         world = self.problem.world_size
         rows = zip(self.groups, self.choices, strict=True)
         return [
-            Cell(g, j, (r,), count)
-            for n, (g, (j, _)) in enumerate(rows)
+            Cell(g, row[r][0], (r,), count)
+            for n, (g, row) in enumerate(rows)
             for r, count in enumerate(self._best[n * world : (n + 1) * world])
             if count
         ]
@@ -95,9 +98,9 @@ def conditions(sand: Sequence[tuple[int, Choice]]) -> list[tuple[int, int]]:
     Args:
         sand: (count, whole choice) of each sand group.
     """
-    time_us = sum(count * choice.price_us for count, choice in sand)
+    time_us = sum(count * choice.work_us for count, choice in sand)
     memory_mib = sum(count * choice.memory_mib for count, choice in sand)
-    pairs = [(choice.price_us, choice.memory_mib) for _, choice in sand[:4]] + [(time_us, memory_mib)]
+    pairs = [(choice.work_us, choice.memory_mib) for _, choice in sand[:4]] + [(time_us, memory_mib)]
     mixed = [(1024, max(1, 1024 * time // memory)) for time, memory in pairs if memory > 0]
     return list(dict.fromkeys([(1, 0), (0, 1), *mixed]))
 
@@ -112,7 +115,7 @@ def relieve_ranks(
     sand = Sand(problem, light)
     loads, mems = (buffer(row) for row in sums(problem, cells))
     took, rows = zeros(len(light) * world), {g: n for n, g in enumerate(light)}
-    wholes = {(g, j) for g, (j, _) in zip(light, sand.choices, strict=True)}
+    wholes = {(g, j) for g, row in zip(light, sand.choices, strict=True) for j, _ in row}
     for cell in cells:
         if (cell.group, cell.choice) in wholes:
             took[rows[cell.group] * world + cell.ranks[0]] += cell.count

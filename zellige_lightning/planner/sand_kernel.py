@@ -1,4 +1,7 @@
-"""Packing of sand: whole light sequences into the room that rocks leave, by Eq. (8) with a target T for F."""
+"""Packing of sand: whole light sequences into the room that rocks leave, by Eq. (8) with a target T for F.
+
+Shape legend: N ranks, G sand groups; prices are [G*N], since a slow rank takes longer for the same sequence.
+"""
 
 from __future__ import annotations
 
@@ -28,33 +31,39 @@ def takes(score: int, target: int, cap: int, load: int, mem: int, price: int, mi
 
 @compiled
 def pack_group(
-    count: int, price: int, mib: int, target: int, cap: int, num_ranks: int, loads: Any, mems: Any, took: Any
-) -> bool:
+    count: int, price: Any, first: int, weighed: int, mib: int, target: int, cap: int, num_ranks: int,
+    loads: Any, mems: Any, took: Any,
+) -> bool:  # fmt: skip
     """Places `count` equal sequences exactly as Eq. (8) would one after another (ties: lowest rank): within a
     group Eq. (8) takes the `count` largest scores of all ranks. Writes `took[r]`; False where memory is
     short.
+
+    Args:
+        price: of one sequence on rank r at `first + r`.
+        weighed: 0 places by memory alone, 1 by both.
     """
     low, high = -(1 << 61), 1 << 61
     while high - low > 1:  # largest score that still gives room for all
         middle = (low + high) >> 1
         total = 0
         for r in range(num_ranks):
-            total += takes(middle, target, cap, loads[r], mems[r], price, mib, count)
+            time_us = price[first + r] * weighed
+            total += takes(middle, target, cap, loads[r], mems[r], time_us, mib, count)
         if total >= count:
             low = middle
         else:
             high = middle
     placed = 0
     for r in range(num_ranks):
-        took[r] = takes(high, target, cap, loads[r], mems[r], price, mib, count)
+        took[r] = takes(high, target, cap, loads[r], mems[r], price[first + r] * weighed, mib, count)
         placed += took[r]
     for r in range(num_ranks):  # the last ones all score `low`
-        more = takes(low, target, cap, loads[r], mems[r], price, mib, count) - took[r]
-        more = min(more, count - placed)
+        more = takes(low, target, cap, loads[r], mems[r], price[first + r] * weighed, mib, count)
+        more = min(more - took[r], count - placed)
         took[r] += more
         placed += more
     for r in range(num_ranks):
-        loads[r] += took[r] * price
+        loads[r] += took[r] * price[first + r]
         mems[r] += took[r] * mib
     return placed == count
 
@@ -62,12 +71,16 @@ def pack_group(
 @compiled
 def exchange(given_us: int, excess: int, missing_mib: int, back_us: int, back_mib: int) -> int:
     """How many lighter sequences come back for heavier ones: as many as the other rank's memory asks for,
-    and as many as bring the two loads, `excess` apart, closest together."""
+    and as many as bring the two loads, `excess` apart, closest together.
+
+    Args:
+        given_us, back_us: what the heavier ones, and a lighter one, weigh on both ranks together.
+    """
     count = 0
     if missing_mib > 0 and back_mib > 0:
         count = -(-missing_mib // back_mib)
     if back_us > 0:
-        count = max(count, (2 * given_us - excess) // (2 * back_us))
+        count = max(count, (given_us - excess) // back_us)
     return count
 
 
@@ -89,17 +102,20 @@ def find_relief(
                     r = (first + x) % num_ranks
                     if loads[r] >= loads[full]:
                         continue
-                    back, gain, gain_mib = 0, n * price[g], n * mib[g]
+                    back, gain_mib = 0, n * mib[g]
+                    gain, more = n * price[g * num_ranks + full], n * price[g * num_ranks + r]
                     if h >= 0:
-                        missing = mems[r] + gain_mib - cap
-                        back = exchange(gain, loads[full] - loads[r], missing, price[h], mib[h])
+                        missing, apart = mems[r] + gain_mib - cap, loads[full] - loads[r]
+                        back_us = price[h * num_ranks + full] + price[h * num_ranks + r]
+                        back = exchange(gain + more, apart, missing, back_us, mib[h])
                         if back == 0 or took[h * num_ranks + r] < back:
                             continue
-                        gain -= back * price[h]
+                        gain -= back * price[h * num_ranks + full]
+                        more -= back * price[h * num_ranks + r]
                         gain_mib -= back * mib[h]
                     if gain <= 0 or mems[r] + gain_mib > cap or mems[full] - gain_mib > cap:
                         continue
-                    worst = max(loads[full] - gain, loads[r] + gain)
+                    worst = max(loads[full] - gain, loads[r] + more)
                     if worst < best:
                         best, found = worst, True
                         move[0], move[1], move[2], move[3], move[4] = g, n, h, back, r
@@ -115,7 +131,7 @@ def relieve(
     nothing helps. Returns the largest load.
 
     Args:
-        price, mib: [G] of one member of each sand group.
+        price, mib: [G*N] and [G] of one member of each sand group.
         took: [G*N] members of a group on a rank; changed in place like `loads` and `mems`.
 
     Every step lowers the fullest rank without making another one as full, so it ends. In large worlds the
@@ -136,24 +152,27 @@ def relieve(
         if not found:
             return loads[full]
         g, n, h, back, r = move[0], move[1], move[2], move[3], move[4]
-        gain, gain_mib = n * price[g], n * mib[g]
+        gain_mib = n * mib[g]
+        gain, more = n * price[g * num_ranks + full], n * price[g * num_ranks + r]
         took[g * num_ranks + full] -= n
         took[g * num_ranks + r] += n
         if h >= 0:
             took[h * num_ranks + full] += back
             took[h * num_ranks + r] -= back
-            gain -= back * price[h]
+            gain -= back * price[h * num_ranks + full]
+            more -= back * price[h * num_ranks + r]
             gain_mib -= back * mib[h]
         loads[full] -= gain
         mems[full] -= gain_mib
-        loads[r] += gain
+        loads[r] += more
         mems[r] += gain_mib
 
 
 @compiled
 def pack_dense(
-    count: int, price: int, mib: int, target: int, cap: int, num_ranks: int, loads: Any, mems: Any, row: Any
-) -> bool:
+    count: int, price: Any, first: int, mib: int, target: int, cap: int, num_ranks: int, loads: Any,
+    mems: Any, row: Any,
+) -> bool:  # fmt: skip
     """Places equal sequences one by one where the most time must go into the least memory: the rank with the
     largest (target - load) / (cap - memory), ties lowest rank; the least loaded rank where no time is left.
 
@@ -164,19 +183,19 @@ def pack_dense(
         for r in range(num_ranks):
             if mems[r] + mib > cap:
                 continue
-            fits = loads[r] + price <= target
+            fits = loads[r] + price[first + r] <= target
             if chosen < 0 or (fits and not in_time):
                 chosen, in_time = r, fits
             elif fits:
                 here = (target - loads[r]) * (cap - mems[chosen])
                 if here > (target - loads[chosen]) * (cap - mems[r]):
                     chosen = r
-            elif not in_time and loads[r] < loads[chosen]:
+            elif not in_time and loads[r] + price[first + r] < loads[chosen] + price[first + chosen]:
                 chosen = r
         if chosen < 0:
             return False
         row[chosen] += 1
-        loads[chosen] += price
+        loads[chosen] += price[first + chosen]
         mems[chosen] += mib
     return True
 
@@ -200,17 +219,18 @@ def pack_sand(
         took[x] = 0
     for n in range(num_groups):
         g = order[n]
+        first = g * num_ranks
         for r in range(num_ranks):
             row[r] = 0
         if style == DENSE:
-            done = pack_dense(counts[g], price[g], mib[g], limit, cap, num_ranks, loads, mems, row)
+            done = pack_dense(counts[g], price, first, mib[g], limit, cap, num_ranks, loads, mems, row)
         else:
-            weighed = 0 if style == MEMORY_ONLY else price[g]
-            done = pack_group(counts[g], weighed, mib[g], limit, cap, num_ranks, loads, mems, row)
+            weighed = 0 if style == MEMORY_ONLY else 1
+            done = pack_group(
+                counts[g], price, first, weighed, mib[g], limit, cap, num_ranks, loads, mems, row
+            )
         if not done:
             return -1
         for r in range(num_ranks):
-            took[g * num_ranks + r] = row[r]
-            if style == MEMORY_ONLY:
-                loads[r] += row[r] * price[g]
+            took[first + r] = row[r]
     return relieve(limit, cap, num_groups, num_ranks, price, mib, loads, mems, took, move)

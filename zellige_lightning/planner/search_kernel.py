@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from zellige_lightning.planner.compiled import compiled
+from zellige_lightning.planner.problem import NOMINAL
 
 INFEASIBLE, FEASIBLE, UNKNOWN = 0, 1, 2
 HASH_PRIME = 2147483647
@@ -29,6 +30,12 @@ def weight(time_us: int, memory_mib: int, a: int, b: int) -> int:
 
 
 @compiled
+def ordinary(time_us: int, slowness: int) -> int:
+    """Ordinary work that a rank of that slowness (per mille) does at most in `time_us`."""
+    return time_us if slowness == NOMINAL else time_us * NOMINAL // slowness
+
+
+@compiled
 def fill_needs(
     limit: int,
     cap: int,
@@ -38,6 +45,7 @@ def fill_needs(
     choice_ptr: Any,
     degree: Any,
     price: Any,
+    work: Any,
     memory: Any,
     ratios: Any,
     group_need: Any,
@@ -45,8 +53,9 @@ def fill_needs(
     forced: Any,
     least: Any,
 ) -> bool:
-    """Tables of one decision: `need[i*Q+c]` is what rocks i.. and all sand take at least under condition c,
-    `forced[i]` how many of rocks i.. cannot be whole, `least[i]` the smallest price still to come.
+    """Tables of one decision: `need[i*Q+c]` is what rocks i.. and all sand take at least under condition c
+    at ordinary speed, `forced[i]` how many of rocks i.. cannot be whole, `least[i]` the smallest price still
+    to come.
 
     False where some group has no admissible choice.
     """
@@ -67,7 +76,7 @@ def fill_needs(
             if degree[j] == 1:
                 whole_fits = 1
             for c in range(num_ratios):
-                size = degree[j] * weight(price[j], memory[j], ratios[2 * c], ratios[2 * c + 1])
+                size = degree[j] * weight(work[j], memory[j], ratios[2 * c], ratios[2 * c + 1])
                 held = group_need[g * num_ratios + c]
                 if held < 0 or size < held:
                     group_need[g * num_ratios + c] = size
@@ -136,18 +145,29 @@ def duals_fit(i: int, limit: int, sizes: Any, dual_need: Any, dual_spent: Any) -
 
 @compiled
 def has_room(
-    i: int, limit: int, cap: int, sizes: Any, ratios: Any, need: Any, least: Any, loads: Any, mems: Any
+    i: int,
+    limit: int,
+    cap: int,
+    sizes: Any,
+    slow: Any,
+    ratios: Any,
+    need: Any,
+    least: Any,
+    loads: Any,
+    mems: Any,
 ) -> bool:
     """The necessary conditions: what is still to come fits the sum over ranks of what is left.
 
-    A rank with less time left than the smallest price to come can take nothing more.
+    A rank with less time left than the smallest price to come can take nothing more. What a slow rank has
+    left counts as the ordinary time that it is worth: all that it takes costs at least its slowness.
     """
     num_ranks, num_ratios = sizes[0], sizes[3]
     for c in range(num_ratios):
         room = 0
         for r in range(num_ranks):
             if limit - loads[r] >= least[i]:
-                room += weight(limit - loads[r], cap - mems[r], ratios[2 * c], ratios[2 * c + 1])
+                left = ordinary(limit - loads[r], slow[r])
+                room += weight(left, cap - mems[r], ratios[2 * c], ratios[2 * c + 1])
         if need[i * num_ratios + c] > room:
             return False
     return True
@@ -302,11 +322,13 @@ def decide(
     choice_ptr: Any,  # [G+1] choices of a group, by increasing area
     degree: Any,  # [J]
     price: Any,  # [J]
+    work: Any,  # [J] price at ordinary speed
     memory: Any,  # [J]
     set_ptr: Any,  # [J+1] rank sets of a choice
     set_choice: Any,  # [B]
     set_ranks: Any,  # [B+1] ranks of a set
     ranks: Any,
+    slow: Any,  # [N] slowness of the ranks, per mille
     twin: Any,  # [N] class of exchangeable ranks
     swaps: Any,  # (first, second, length) of exchangeable blocks
     ratios: Any,  # [2Q] weights (a, b) of the conditions
@@ -356,11 +378,11 @@ def decide(
             loads[r] = 0
             mems[r] = 0
         if not fill_needs(
-            limit, cap, sizes, item_group, counts, choice_ptr, degree, price, memory, ratios, group_need,
-            need, forced, least,
+            limit, cap, sizes, item_group, counts, choice_ptr, degree, price, work, memory, ratios,
+            group_need, need, forced, least,
         ):  # fmt: skip
             return INFEASIBLE
-        if forced[0] > budget or not has_room(0, limit, cap, sizes, ratios, need, least, loads, mems):
+        if forced[0] > budget or not has_room(0, limit, cap, sizes, slow, ratios, need, least, loads, mems):
             return INFEASIBLE
         fill_duals(
             limit, cap, sizes, item_group, counts, choice_ptr, degree, price, memory, dual_size, dual_need,
@@ -417,7 +439,7 @@ def decide(
         if (
             splits + forced[i + 1] <= budget
             and duals_fit(i + 1, limit, sizes, dual_need, dual_spent)
-            and has_room(i + 1, limit, cap, sizes, ratios, need, least, loads, mems)
+            and has_room(i + 1, limit, cap, sizes, slow, ratios, need, least, loads, mems)
         ):
             if i + 1 == num_items:
                 stamps[3] = splits

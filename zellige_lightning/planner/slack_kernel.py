@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from zellige_lightning.planner.compiled import compiled
-from zellige_lightning.planner.search_kernel import fill_needs, weight
+from zellige_lightning.planner.search_kernel import fill_needs, ordinary, weight
 
 SCALE = 1 << 20
 
@@ -13,9 +13,8 @@ SCALE = 1 << 20
 @compiled
 def place_by_slack(
     limit: int, cap: int, sizes: Any, item_group: Any, counts: Any, choice_ptr: Any, degree: Any, price: Any,
-    memory: Any, set_ptr: Any, set_choice: Any, set_ranks: Any, ranks: Any, ratios: Any, group_need: Any,
-        need: Any,
-    forced: Any, least: Any, loads: Any, mems: Any, picks: Any, room: Any,
+    work: Any, memory: Any, set_ptr: Any, set_choice: Any, set_ranks: Any, ranks: Any, slow: Any, ratios: Any,
+    group_need: Any, need: Any, forced: Any, least: Any, loads: Any, mems: Any, picks: Any, room: Any,
 ) -> bool:  # fmt: skip
     """Places the rocks, heaviest first, each where the scarcest necessary condition keeps the most slack.
 
@@ -33,12 +32,14 @@ def place_by_slack(
         loads[r] = 0
         mems[r] = 0
     if not fill_needs(
-        limit, cap, sizes, item_group, counts, choice_ptr, degree, price, memory, ratios, group_need, need,
-        forced, least,
+        limit, cap, sizes, item_group, counts, choice_ptr, degree, price, work, memory, ratios, group_need,
+        need, forced, least,
     ):  # fmt: skip
         return False
     for c in range(num_ratios):
-        room[c] = num_ranks * weight(limit, cap, ratios[2 * c], ratios[2 * c + 1])
+        room[c] = 0
+        for r in range(num_ranks):
+            room[c] += weight(ordinary(limit, slow[r]), cap, ratios[2 * c], ratios[2 * c + 1])
         room[num_ratios + c] = max(1, room[c] // SCALE)
     for i in range(num_items):
         g = item_group[i]
@@ -56,10 +57,10 @@ def place_by_slack(
                 a, b = ratios[2 * c], ratios[2 * c + 1]
                 slack = room[c] - need[(i + 1) * num_ratios + c]
                 for x in range(set_ranks[s], set_ranks[s + 1]):
-                    time_left, left = limit - loads[ranks[x]], cap - mems[ranks[x]]
-                    slack += weight(time_left - price[j], left - memory[j], a, b) - weight(
-                        time_left, left, a, b
-                    )
+                    r = ranks[x]
+                    time_left, left = limit - loads[r], cap - mems[r]
+                    slack += weight(ordinary(time_left - price[j], slow[r]), left - memory[j], a, b)
+                    slack -= weight(ordinary(time_left, slow[r]), left, a, b)
                 score = min(score, slack // room[num_ratios + c])
                 if score < best:
                     break
@@ -74,9 +75,8 @@ def place_by_slack(
             time_left, left = limit - loads[r], cap - mems[r]
             for c in range(num_ratios):
                 a, b = ratios[2 * c], ratios[2 * c + 1]
-                room[c] += weight(time_left - price[j], left - memory[j], a, b) - weight(
-                    time_left, left, a, b
-                )
+                room[c] += weight(ordinary(time_left - price[j], slow[r]), left - memory[j], a, b)
+                room[c] -= weight(ordinary(time_left, slow[r]), left, a, b)
             loads[r] += price[j]
             mems[r] += memory[j]
     return True

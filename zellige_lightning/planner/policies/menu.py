@@ -73,9 +73,9 @@ class PolicyMenu(OptionMenu):
             plain.world_size,
             plain.cap_mib,
             plain.groups,
-            self._workload,
-            self.num_heads,
-            self.topology.node_of,
+            workload=self._workload,
+            num_heads=self.num_heads,
+            node_of=self.topology.node_of,
         )
 
 
