@@ -12,7 +12,7 @@ import argparse
 import json
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import date
@@ -38,8 +38,10 @@ from zellige_lightning.simulator.workloads import (
 )
 
 QUICK_SHARES = (35, 50, 60)
+PARTS = 8  # of the random cases, which the processes share
 MORE_RANKS = (64, 128, 256, 512, 1024)
 OWN_SUITE = Suite("n8_15s", 15, 350_000, 8, "a800", "not in the paper")
+Shares = list[Future[SuiteResult]]  # one per video-token share
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ def main() -> None:
         "--quick", action="store_true", help="three shares, the main policies, fewer random cases"
     )
     parser.add_argument("--json", metavar="FILE", help="write flat figures")
-    parser.add_argument("--report", metavar="FOLDER", help="write modeled.md and its pictures there")
+    parser.add_argument("--report", metavar="FOLDER", help="write DATE-modeled.md and its pictures there")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     options = parser.parse_args()
     start = time.perf_counter()
@@ -102,28 +104,35 @@ def collect(quick: bool, jobs: int = 2) -> Results:
         def job(function: Callable[..., Any], *arguments: Any) -> Future[Any]:
             return pool.submit(function, *arguments)
 
-        # The long ones first.
-        suites = {name: job(run_suite, SUITES[name], shares, MAIN_POLICIES) for name in ("n32", "n16")}
-        suites |= {name: job(run_suite, SUITES[name], shares, policies) for name in ("n8_high", "n8_low")}
-        if not quick:
-            suites["n8_15s"] = job(run_suite, OWN_SUITE, few, MAIN_POLICIES)
-        parts = [job(check_theorem_1, cases // jobs, seed) for seed in range(jobs)]
-        low = {name: job(run_low, name, few) for name in ("n8_high", "n16")}
-        none = {name: job(run_without_launch, name, few) for name in ("n8_high", "n16")}
+        def suite(function: Callable[..., Any], name: Any, shares: Sequence[int], *rest: Any) -> Shares:
+            return [job(function, name, (share,), *rest) for share in shares]
+
+        # The long ones first, and by share, so that no process works on alone in the end.
+        suites = {name: suite(run_suite, SUITES[name], shares, policies) for name in ("n8_high", "n8_low")}
+        suites |= {name: suite(run_suite, SUITES[name], shares, MAIN_POLICIES) for name in ("n32", "n16")}
         scale = [job(run_scale, ranks) for ranks in (MORE_RANKS[:1] if quick else MORE_RANKS)]
+        if not quick:
+            suites["n8_15s"] = suite(run_suite, OWN_SUITE, few, MAIN_POLICIES)
+        low = {name: suite(run_low, name, few) for name in ("n8_high", "n16")}
+        none = {name: suite(run_without_launch, name, few) for name in ("n8_high", "n16")}
+        parts = [job(check_theorem_1, cases // PARTS, seed) for seed in range(PARTS)]
         small = job(run_small)
         theorem2 = job(run_theorem_2)
-        rows = small.result()
         return Results(
-            suites={name: suites[name].result() for name in sorted(suites)},
-            low={name: future.result() for name, future in low.items()},
-            no_launch={name: future.result() for name, future in none.items()},
+            suites={name: _merged(suites[name]) for name in sorted(suites)},
+            low={name: _merged(part) for name, part in low.items()},
+            no_launch={name: _merged(part) for name, part in none.items()},
             scale=[future.result() for future in scale],
             theorem1=_sum([part.result() for part in parts]),
             theorem2=theorem2.result(),
             shares=shares,
-            **rows,
+            **small.result(),
         )
+
+
+def _merged(parts: Shares) -> SuiteResult:
+    found = [part.result() for part in parts]
+    return replace(found[0], rows={share: rows for part in found for share, rows in part.rows.items()})
 
 
 def _sum(parts: list[Theorem1]) -> Theorem1:

@@ -17,11 +17,15 @@ FIG2_PLANS = ("naive", "adaptive_load", "usp", "knapformer-g3n1+g1n1", "exact")
 
 
 def draw_all(results: Results, folder: Path) -> None:
-    _figure_1a(results, folder / "fig1a.png")
-    _figure_2(results, folder)
-    for name, result in results.suites.items():
-        _suite(result, folder / f"{name}.png")
-    _figure_6b(results, folder / "fig6b.png")
+    """Pictures as SVG with text as text, so that they can be read and compared as files."""
+    import matplotlib
+
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "zellige"}):
+        _figure_1a(results, folder / "fig1a.svg")
+        _figure_2(results, folder)
+        for name, result in results.suites.items():
+            _suite(result, folder / f"{name}.svg")
+        _figure_6b(results, folder / "fig6b.svg")
 
 
 def _canvas(width: float, height: float) -> tuple[Any, Any]:
@@ -43,7 +47,7 @@ def _figure_1a(results: Results, path: Path) -> None:
     axes.set_ylabel("over a 256p image (modeled)")
     axes.tick_params(axis="x", labelrotation=30, labelsize=7)
     axes.legend(fontsize=7)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path)
 
 
 def _figure_2(results: Results, folder: Path) -> None:
@@ -53,7 +57,7 @@ def _figure_2(results: Results, folder: Path) -> None:
     plans = {row.policy: row.any_plan for row in rows}
     plans["knapformer-g3n1+g1n1"] = _fixed_layout(batch, topology)
     for name in FIG2_PLANS:
-        plan_picture(plans[name], batch, folder / f"fig2-{name}.png")
+        plan_picture(plans[name], batch, folder / f"fig2-{name}.svg")
 
 
 def _fixed_layout(batch: Any, topology: Any) -> Any:
@@ -103,7 +107,7 @@ def _suite(result: SuiteResult, path: Path) -> None:
         fontsize=8,
     )
     axes.legend(fontsize=7)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path)
 
 
 def _figure_6b(results: Results, path: Path) -> None:
@@ -117,4 +121,4 @@ def _figure_6b(results: Results, path: Path) -> None:
         axes.text(i, max(busy), f"{times.imbalance:.2f}x", fontsize=8)
     axes.set_xticks([i + 0.35 for i in range(len(shown))], shown, fontsize=8)
     axes.set_ylabel("modeled time of each rank (s)")
-    figure.savefig(path, dpi=110)
+    figure.savefig(path)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import simulate_plots as plots
 
 from zellige_lightning.simulator.cluster import CONSTANTS, load_cluster
-from zellige_lightning.simulator.compare import OURS, PolicyRow, spread
+from zellige_lightning.simulator.compare import LAYOUT_LIMIT, LAYOUT_SEARCHES, OURS, PolicyRow, spread
 from zellige_lightning.simulator.constants import (
     FITTED_CROSSOVER_TOKENS,
     IMAGE_MIX,
@@ -31,7 +31,7 @@ from zellige_lightning.simulator.suites import V50, step_s
 if TYPE_CHECKING:
     from simulate import Results
 
-INTRODUCTION = """\
+INTRODUCTION = f"""\
 **Every column here is modeled.** No GPU was measured. Times come from clusters described by the constants
 at the end; a measured profile would replace them. Columns named *paper* repeat what the Zellige paper
 reports from real GPUs; they are shown for comparison and were not reproduced by measurement. What this
@@ -40,7 +40,8 @@ project measured itself is in the other reports of this folder and says so.
 *prices*: the largest sum of prices, which is what planners minimise. *events*: simulation of the engine's
 block order on every rank, with waits. Ratios are a rival's step over that of `exact`. Where a rival runs
 out of memory its ratio is that of its plan without any cap, in its favour, and the number of such
-workloads is in the column *out of memory*.
+workloads is in the column *out of memory*. *unproven*: CP-SAT's search over all layouts stopped at
+{LAYOUT_LIMIT:g} deterministic seconds with the best placement so far, which may not be the optimum.
 """
 NOT_TUNED = """\
 Free constants: `split_launch_us` was chosen before this report so that USP lands near the paper; hence
@@ -71,8 +72,9 @@ def _range(values: Sequence[float | None]) -> str:
 
 
 def write_report(results: Results, folder: Path, machine: str, today: date) -> Path:
-    """Writes modeled.md and its pictures into `folder`; returns the file."""
-    pictures = folder / "modeled"
+    """Writes DATE-modeled.md and a folder of its pictures into `folder`; returns the file."""
+    name = f"{today.isoformat()}-modeled"
+    pictures = folder / name
     pictures.mkdir(parents=True, exist_ok=True)
     plots.draw_all(results, pictures)
     shares = ", ".join(map(str, results.shares))
@@ -91,8 +93,8 @@ def write_report(results: Results, folder: Path, machine: str, today: date) -> P
         _theorems(results),
         _constants(),
     ]
-    path = folder / "modeled.md"
-    path.write_text("\n".join(parts), encoding="utf-8")
+    path = folder / f"{name}.md"
+    path.write_text("\n".join(parts).replace("](modeled/", f"]({name}/"), encoding="utf-8")
     return path
 
 
@@ -109,13 +111,13 @@ def _figure_1(results: Results) -> str:
         f"paper's number, which does not follow from its text; by operations it is {last.flops:,.0f}x.\n\n"
         f"Fig. 1b, equal tokens: 41 720p images take {light:.1f} s, one 10-second 720p video {heavy:.1f} "
         f"s.\n\n"
-        "![Fig. 1a](modeled/fig1a.png)\n"
+        "![Fig. 1a](modeled/fig1a.svg)\n"
     )
 
 
 def _figure_2(results: Results) -> str:
     _, rows, _ = results.fig2
-    pictures = " ".join(f"![{name}](modeled/fig2-{name}.png)" for name in plots.FIG2_PLANS)
+    pictures = " ".join(f"![{name}](modeled/fig2-{name}.svg)" for name in plots.FIG2_PLANS)
     return f"## Fig. 2: 3 x 147,600 + 228 x 3,600 tokens on 4 ranks\n\n{_policies(rows)}\n{pictures}\n"
 
 
@@ -186,9 +188,10 @@ def _speedups(results: Results) -> str:
             )
             events, prices = (spread(result.ratios(rival, by)) for by in (True, False))
             oom = f"{result.out_of_memory(rival)} of {len(result.rows)}"
-            rows.append((label, rival, _range(events), _range(prices), said, oom))
-    pictures = " ".join(f"![{name}](modeled/{name}.png)" for name in results.suites)
-    head = ("suite", "rival", "events", "prices", "paper (measured)", "out of memory")
+            unproven = f"{result.unproven(rival)} of {len(result.rows)}" if rival in LAYOUT_SEARCHES else None
+            rows.append((label, rival, _range(events), _range(prices), said, oom, unproven))
+    pictures = " ".join(f"![{name}](modeled/{name}.svg)" for name in results.suites)
+    head = ("suite", "rival", "events", "prices", "paper (measured)", "out of memory", "unproven")
     return table(head, rows) + "\n" + pictures + "\n"
 
 
@@ -235,7 +238,7 @@ def _figure_6(results: Results) -> str:
     rows = results.suites["n8_high"].rows[50]
     shown = [(n, r.times.imbalance if r.times else None, PAPER_FIG6B.get(n)) for n, r in rows.items()]
     text += "Largest over mean of rank times:\n\n" + table(("policy", "modeled", "paper"), shown)
-    return text + "\n![Fig. 6b](modeled/fig6b.png)\n"
+    return text + "\n![Fig. 6b](modeled/fig6b.svg)\n"
 
 
 def _bytes(v50: V50) -> str:

@@ -22,6 +22,8 @@ ALL_POLICIES = (OURS, "paper", *POLICIES)
 MAIN_POLICIES = (OURS, "paper", "naive", "adaptive_load", "usp", "knapformer")
 _ANY_POSITION = ("knapformer", "disjoint")  # their groups stand on any consecutive ranks
 _NO_CAP_MIB = 1 << 40
+LAYOUT_SEARCHES = ("disjoint", "flexsp")  # their CP-SAT looks for the best groups as well
+LAYOUT_LIMIT, CP_SAT_LIMIT = 4.0, 10.0  # CP-SAT's deterministic time, of those and of the others
 
 
 @dataclass(frozen=True)
@@ -89,13 +91,13 @@ class Stage:
             )
         return self._planners[config, cap]
 
-    def config(self, policy: str, layout: str = "auto", deterministic_limit: float = 10.0) -> PlannerConfig:
+    def config(self, policy: str, layout: str = "auto") -> PlannerConfig:
         """Settings under which a policy is compared. No process groups are made, so that their number is
         not bounded."""
         return PlannerConfig(
             name=policy,
             family="contiguous" if policy in _ANY_POSITION else "aligned",
-            deterministic_limit=deterministic_limit,
+            deterministic_limit=LAYOUT_LIMIT if policy in LAYOUT_SEARCHES else CP_SAT_LIMIT,
             max_groups_per_rank=1 << 30,
             layout=layout,
         )
@@ -107,14 +109,13 @@ class Stage:
         layout: str = "auto",
         simulate: bool = True,
         lift_cap: bool = True,
-        deterministic_limit: float = 10.0,
     ) -> PolicyRow:
         """One policy on one batch.
 
         Args:
             lift_cap: where it runs out of memory, plan again without a cap, in its favour.
         """
-        config = self.config(policy, layout, deterministic_limit)
+        config = self.config(policy, layout)
         plan, uncapped, error = None, None, ""
         try:
             plan = self.planner(config).plan(batch)

@@ -40,6 +40,13 @@ class SuiteResult:
         """In how many shares it has no plan under the cap."""
         return sum(rows[rival].plan is None for rows in self.rows.values())
 
+    def unproven(self, policy: str) -> int:
+        """In how many shares CP-SAT stopped at its limit before it had proven the policy's placement."""
+        plans = [rows[policy].any_plan for rows in self.rows.values()]
+        return sum(
+            plan is not None and any(status != "OPTIMAL" for status in plan.statuses) for plan in plans
+        )
+
     @property
     def policies(self) -> list[str]:
         return list(next(iter(self.rows.values())))
