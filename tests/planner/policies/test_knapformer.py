@@ -8,7 +8,7 @@ import pytest
 
 from tests.planner import toys
 from zellige_lightning.errors import ConfigError, PlanningError
-from zellige_lightning.placement import Plan
+from zellige_lightning.placement import ParallelConfig, Plan
 from zellige_lightning.placement.sequence import Bucket, GlobalBatch
 from zellige_lightning.placement.topology import Topology
 from zellige_lightning.planner.planner import BatchPlanner, PlannerConfig, make_planner
@@ -79,6 +79,33 @@ def test_replicas_do_not_share_work() -> None:
     batch = toys.batch({"v480": 1, "i256": 3})
     plan = knapformer(4, "g2n1").plan(batch)
     assert routed(plan, batch) == {("v480", (0, 1)): 1, ("i256", (2, 3)): 2, ("i256", (0, 1)): 1}
+
+
+def test_one_rank_has_one_layout() -> None:
+    plan = knapformer(1).plan(toys.batch({"v480": 1, "i256": 3}))
+    assert {o.ranks for o in plan.options} == {(0,)}
+
+
+@pytest.mark.parametrize("counts", [{"v480": 3}, {"v480": 8}])
+def test_a_catalog_of_one_bucket(counts: dict[str, int]) -> None:
+    """The fitted work has one point; equal videos are dealt evenly."""
+    plan = knapformer(4, buckets={"v480": toys.BUCKETS["v480"]}).plan(toys.batch(counts))
+    assert plan.imbalance == pytest.approx(1.0)
+
+
+def test_equal_sequences_take_equal_bags_in_rank_order() -> None:
+    batch = toys.batch({"i720": 6})
+    counts = routed(knapformer(4, "g1n4").plan(batch), batch)
+    assert [counts["i720", (rank,)] for rank in range(4)] == [2, 2, 1, 1]
+
+
+def test_a_video_that_fits_over_all_ranks_only() -> None:
+    memory = [toys.MEMORY.memory_mib(147_600, ParallelConfig(1, g, 1)) for g in (3, 4)]
+    cap = sum(memory) // 2
+    plan = knapformer(4, cap_mib=cap).plan(toys.batch({"v720": 1, "i256": 3}))
+    assert plan.options[0].ranks == (0, 1, 2, 3)
+    with pytest.raises(PlanningError, match="g3n1"):
+        knapformer(4, "g3n1+g1n1", cap_mib=cap).plan(toys.batch({"v720": 1, "i256": 3}))
 
 
 def test_figure_2_in_the_layout_of_the_paper() -> None:
