@@ -107,10 +107,11 @@ def collect(quick: bool, jobs: int = 2) -> Results:
         def suite(function: Callable[..., Any], name: Any, shares: Sequence[int], *rest: Any) -> Shares:
             return [job(function, name, (share,), *rest) for share in shares]
 
-        # The long ones first, and by share, so that no process works on alone in the end.
+        # The long ones first, and suites by share, so that no process works on alone in the end.
+        worlds = MORE_RANKS[:1] if quick else MORE_RANKS
+        scale = [job(run_scale, ranks) for ranks in reversed(worlds)]
         suites = {name: suite(run_suite, SUITES[name], shares, policies) for name in ("n8_high", "n8_low")}
         suites |= {name: suite(run_suite, SUITES[name], shares, MAIN_POLICIES) for name in ("n32", "n16")}
-        scale = [job(run_scale, ranks) for ranks in (MORE_RANKS[:1] if quick else MORE_RANKS)]
         if not quick:
             suites["n8_15s"] = suite(run_suite, OWN_SUITE, few, MAIN_POLICIES)
         low = {name: suite(run_low, name, few) for name in ("n8_high", "n16")}
@@ -122,7 +123,7 @@ def collect(quick: bool, jobs: int = 2) -> Results:
             suites={name: _merged(suites[name]) for name in sorted(suites)},
             low={name: _merged(part) for name, part in low.items()},
             no_launch={name: _merged(part) for name, part in none.items()},
-            scale=[future.result() for future in scale],
+            scale=[future.result() for future in reversed(scale)],
             theorem1=_sum([part.result() for part in parts]),
             theorem2=theorem2.result(),
             shares=shares,

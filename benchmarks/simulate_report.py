@@ -42,6 +42,8 @@ block order on every rank, with waits. Ratios are a rival's step over that of `e
 out of memory its ratio is that of its plan without any cap, in its favour, and the number of such
 workloads is in the column *out of memory*. *unproven*: CP-SAT's search over all layouts stopped at
 {LAYOUT_LIMIT:g} deterministic seconds with the best placement so far, which may not be the optimum.
+A ratio below 1 by *events* is a workload on which the rival's step is shorter: `exact` minimises sums of
+prices, which leave out waits inside layers.
 """
 NOT_TUNED = """\
 Free constants: `split_launch_us` was chosen before this report so that USP lands near the paper; hence

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.precision import Precision
-from ranks import CORES, pin, queued_s
+from ranks import pin, queued_s
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -49,8 +49,6 @@ CONFIG = WanConfig(
     freq_dim=32,
 )
 NO_CAP_MIB = 1 << 20
-DISTURBED_SHARE = 0.03  # of a step's time, waiting for a core that another program holds
-MOST_ROUNDS = 2  # times the repeats, while other programs disturb
 
 
 @dataclass(frozen=True)
@@ -60,15 +58,14 @@ class Job:
     Args:
         batches: (bucket, count) rows of each batch.
         entries: policies in the order in which they take turns; ours may stand twice, for the noise.
-        repeats: timed steps of each entry on each batch. Where every rank has a core of its own, steps in
-            which other programs held one do not count.
+        rounds: timed steps of each entry on each batch.
     """
 
     world_size: int
     store: str
     batches: tuple[tuple[tuple[Bucket, int], ...], ...]
     entries: tuple[str, ...]
-    repeats: int
+    rounds: int
 
 
 @dataclass(frozen=True)
@@ -76,13 +73,13 @@ class StepTime:
     """One step of one entry on one batch, as this rank saw it.
 
     Args:
-        disturbed: on some rank, other programs held the core for a notable share of the step.
+        queued_s: ready to run, but something else held the core.
     """
 
     wall_s: float
     cpu_s: float
+    queued_s: float
     loss: float
-    disturbed: bool
 
 
 class QuietWan(WanModule):
@@ -153,14 +150,11 @@ class _Ranks:
         table = self._profile({bucket for rows in self.job.batches for bucket, _ in rows})
         plans = {name: self._plans(name, batches, table) for name in dict.fromkeys(self.job.entries)}
         self.router.attention = self.engine
-        for b, batch in enumerate(batches):  # warms up
-            self._turns(b, batch, plans)
         times: dict[tuple[int, int], list[StepTime]] = {}
-        for _ in range(MOST_ROUNDS * self.job.repeats):
+        for repeat in range(1 + self.job.rounds):
             for b, batch in enumerate(batches):
-                if not self._enough(b, times):
-                    for key, step in self._turns(b, batch, plans).items():
-                        times.setdefault(key, []).append(step)
+                for key, step in self._turns(b, batch, plans).items():
+                    times.setdefault(key, []).extend([step] if repeat else [])  # the first round warms up
         whole_us = {bucket.name: table.whole_us(bucket) for bucket in table.buckets}
         return {"times": times, "plans": plans if self.rank == 0 else None, "whole_us": whole_us}
 
@@ -173,13 +167,6 @@ class _Ranks:
             if (plan := plans[name][b]) is not None:
                 steps[e, b] = self._step(materialize(batch, plan, self.rank, self.trial.source))
         return steps
-
-    def _enough(self, b: int, times: dict[tuple[int, int], list[StepTime]]) -> bool:
-        """Whether every entry has as many good steps on that batch as asked; the same on all ranks."""
-        rows = [steps for (_, of), steps in times.items() if of == b]
-        return bool(rows) and all(
-            sum(not step.disturbed for step in steps) >= self.job.repeats for steps in rows
-        )
 
     def _profile(self, buckets: Iterable[Bucket]) -> ProfileTable:
         """Measured through the same engine, by CPU seconds; rank 0's table is everybody's."""
@@ -228,13 +215,7 @@ class _Ranks:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         wall, cpu, queued = time.perf_counter() - wall, time.process_time() - cpu, queued_s() - queued
-        return StepTime(wall, cpu, float(loss.detach()), self._disturbed(queued / wall))
-
-    def _disturbed(self, share: float) -> bool:
-        """Agreed by all ranks. With more ranks than cores they queue for each other, which says nothing."""
-        shares = torch.tensor([share])
-        dist.all_reduce(shares, dist.ReduceOp.MAX)
-        return float(shares) > DISTURBED_SHARE and self.job.world_size <= len(CORES)
+        return StepTime(wall, cpu, queued, float(loss.detach()))
 
 
 def _batch(step: int, rows: tuple[tuple[Bucket, int], ...]) -> GlobalBatch:

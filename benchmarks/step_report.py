@@ -8,7 +8,6 @@ from statistics import median
 from typing import Any
 
 from ranks import CORES, machine
-from step_ranks import DISTURBED_SHARE
 
 from zellige_lightning.placement import ParallelConfig
 
@@ -26,7 +25,7 @@ class Entry:
         busiest_cpu_s: CPU seconds of the busiest rank, which other programs on the machine hardly change.
         imbalance: largest over mean CPU seconds of the ranks.
         predicted_s: by the profile.
-        steps, disturbed: how many were timed, and how many of them other programs disturbed.
+        queued_share: most that a step that counts waited for its core.
         placement: what the ranks hold, up to their order: equal placements cost the same.
     """
 
@@ -35,8 +34,7 @@ class Entry:
     imbalance: float
     predicted_s: float
     loss: float
-    steps: int
-    disturbed: int
+    queued_share: float
     placement: Placement
 
 
@@ -45,7 +43,7 @@ class Measured:
     """All entries.
 
     Args:
-        ranks, repeats: processes, and timed steps of each policy on each batch.
+        ranks, repeats: processes, and steps of each policy on each batch that count.
         batches: (bucket, count) rows.
         entries: by policy, per batch; ours once more as `again`. None where a policy has no plan.
         dominance: per batch, share of its dearest sequence in the sum of its whole-sequence prices.
@@ -163,10 +161,10 @@ def write(measured: Measured, figures: dict[str, float]) -> str:
             "",
             f"**Measured** with `benchmarks/step.py`: {measured.ranks} processes on {about['cores']} cores "
             f"({about['processor']}, torch {about['torch']}), one core and one thread each, gloo, float32, a "
-            f"two-layer Wan model. Makespan by {clock}. Medians of {measured.repeats} or more interleaved "
-            f"steps; those in which other programs held a core for more than {DISTURBED_SHARE:.0%} of it "
-            "were repeated. *max/mean* and *predicted*, which is the profile's, are of CPU seconds. "
-            "Nothing here is a GPU's speed.",
+            f"two-layer Wan model. Makespan by {clock}. Medians over {measured.repeats} of "
+            f"{2 * measured.repeats} interleaved steps: those that waited least for a core that something "
+            "else held. *max/mean* and *predicted* (by the profile) are of CPU seconds; *queued* is the most "
+            "that a step that counts waited for its core. Nothing here is a GPU's speed.",
             "",
             *_table(measured),
             "",
@@ -184,7 +182,7 @@ def write(measured: Measured, figures: dict[str, float]) -> str:
 def _table(measured: Measured) -> list[str]:
     rows = [
         "| batch | share of the dearest | policy | makespan s | busiest CPU s | predicted s | over exact | "
-        "max/mean | steps (disturbed) |",
+        "max/mean | queued |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for b, batch in enumerate(measured.batches):
@@ -199,6 +197,6 @@ def _table(measured: Measured) -> list[str]:
                 f"| {label} | {measured.dominance[b]:.3f} | {name}{same} | {entry.makespan_s:.3f} | "
                 f"{entry.busiest_cpu_s:.3f} | {entry.predicted_s:.3f} | "
                 f"{entry.makespan_s / ours.makespan_s:.2f} | {entry.imbalance:.2f} | "
-                f"{entry.steps} ({entry.disturbed}) |"
+                f"{entry.queued_share:.1%} |"
             )
     return rows
