@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -159,6 +161,34 @@ def test_a_change_after_the_agreement_stops_all(mistake: str, debug: bool) -> No
         assert "step 1" in one["text"] and "rank" in one["text"] and one["steps"] == BAD_STEP
         assert one["began"] == BAD_STEP or one is not found[BAD_RANK]
         assert one["raised"] - found[BAD_RANK]["raised"] < TIMEOUT_S + GRACE_S
+
+
+def collectives_of_preparation(rank: int) -> Counter[str]:
+    """Calls of a run, apart from those of the main thread."""
+    model_prices()
+    called: Counter[str] = Counter()
+
+    def count(owner: type, name: str) -> None:
+        call = getattr(owner, name)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            called[name] += threading.current_thread() is not threading.main_thread()
+            return call(*args, **kwargs)
+
+        setattr(owner, name, counted)
+
+    count(Agreement, "gather")
+    count(Agreement, "share")
+    count(lookahead.StepPreparer, "prepare")
+    make_trainer(limit_train_batches=3).fit(make_toy(), make_data())
+    return called
+
+
+def test_comparing_costs_no_collective() -> None:
+    """Of a step's preparation: one on the batch, one on the plan and its way to all, one on what was read."""
+    for called in run_distributed(collectives_of_preparation, 2, group=False):
+        assert called["prepare"] >= 3
+        assert called["gather"] == 3 * called["prepare"] and called["share"] == called["prepare"]
 
 
 # ---- the comparison itself ----
