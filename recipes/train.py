@@ -13,6 +13,7 @@ from typing import Any
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch.loggers import CSVLogger
 from omegaconf import DictConfig
+from torch.distributed.fsdp import FSDPModule
 
 from zellige_lightning.datamodule import ZelligeDataModule
 from zellige_lightning.errors import ConfigError
@@ -84,7 +85,8 @@ def report(trainer: Trainer, module: LightningModule, data: LightningDataModule)
         files.append(str(draw_plan(table, topology, records, folder)))
     files += [str(loss_curve(log, folder / "loss.png")) for log in csv_logs(trainer)]
     inner = getattr(data, "inner", None)
-    if isinstance(module, WanModule) and isinstance(inner, DemoDataModule):
+    whole = not isinstance(module, FSDPModule)  # this rank alone can run the model
+    if whole and isinstance(module, WanModule) and isinstance(inner, DemoDataModule):
         save_samples(
             folder / "samples.png",
             module.model,

@@ -1,4 +1,4 @@
-"""The name "zellige" is known to Lightning, whoever is imported first; each order in its own process."""
+"""Both names are known to Lightning, whoever is imported first; each order in its own process."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import pytest
 SHOW = """
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import StrategyRegistry
-trainer = Trainer(strategy="zellige", accelerator="cpu", devices=1, logger=False, enable_progress_bar=False)
-print("names", StrategyRegistry.available_strategies().count("zellige"), type(trainer.strategy).__name__)
+for name in ("zellige", "zellige_fsdp2"):
+    trainer = Trainer(strategy=name, accelerator="cpu", devices=1, logger=False, enable_progress_bar=False)
+    print("names", StrategyRegistry.available_strategies().count(name), type(trainer.strategy).__name__)
 """
 
 # Registering again is harmless, and the finder leaves no trace on the module that it watched.
@@ -30,6 +31,7 @@ ORDERS = {
     "lightning first": "import lightning.pytorch, zellige_lightning",
     "package first": "import zellige_lightning" + AGAIN,
     "strategy first": "from zellige_lightning.strategy import ZelligeStrategy",
+    "sharded strategy first": "from zellige_lightning.fsdp2 import ZelligeFSDP2Strategy",
 }
 
 
@@ -42,6 +44,7 @@ def test_the_name_is_known(order: str) -> None:
     done = run(ORDERS[order] + SHOW)
     assert done.returncode == 0, done.stderr
     assert "names 1 ZelligeStrategy" in done.stdout
+    assert "names 1 ZelligeFSDP2Strategy" in done.stdout
 
 
 def test_importing_the_package_is_cheap() -> None:

@@ -15,6 +15,7 @@ from zellige_lightning import registration
 
 if TYPE_CHECKING:
     from zellige_lightning.datamodule import ZelligeDataModule
+    from zellige_lightning.fsdp2 import ZelligeFSDP2Strategy
     from zellige_lightning.mixin import CoalescedAttentionMixin
     from zellige_lightning.placement import Bucket, Catalog, Plan
     from zellige_lightning.planner.planner import PlannerConfig
@@ -31,6 +32,7 @@ __all__ = [
     "Plan",
     "PlannerConfig",
     "ZelligeDataModule",
+    "ZelligeFSDP2Strategy",
     "ZelligeStrategy",
 ]
 
@@ -42,6 +44,7 @@ _HOME = {
     "Plan": "zellige_lightning.placement",
     "PlannerConfig": "zellige_lightning.planner.planner",
     "ZelligeDataModule": "zellige_lightning.datamodule",
+    "ZelligeFSDP2Strategy": "zellige_lightning.fsdp2",
     "ZelligeStrategy": "zellige_lightning.strategy",
 }
 

@@ -10,6 +10,7 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from zellige_lightning.batch import RankBatch, materialize
@@ -31,6 +32,9 @@ class ZelligeDataModule(LightningDataModule):
             read by token ranges; any other map-style dataset needs `describe` and `tokenize`.
         catalog: expected buckets; default, those that occur in the training samples.
         tokens_per_batch: token budget of a global batch, over all ranks.
+        tokens_per_rank: the budget as so many tokens for each rank of the job that starts the training. It
+            stays that of the global batch: checkpoints keep it, and on another number of ranks the same
+            batches train, in waves where they do not fit. Give one of the two.
         video_token_share: target share of video tokens in a batch; None takes samples as they come.
         seed: of the order of samples.
         loss_reduction: `sequence` weighs every sequence alike, `token` every token.
@@ -46,7 +50,8 @@ class ZelligeDataModule(LightningDataModule):
         datamodule: LightningDataModule,
         catalog: Catalog | Mapping[str, Any] | None = None,
         *,
-        tokens_per_batch: int,
+        tokens_per_batch: int | None = None,
+        tokens_per_rank: int | None = None,
         video_token_share: float | None = None,
         seed: int = 0,
         loss_reduction: str = "sequence",
@@ -59,9 +64,15 @@ class ZelligeDataModule(LightningDataModule):
             raise ConfigError(f"loss_reduction={loss_reduction!r}", fix="use `sequence` or `token`")
         if (describe is None) != (tokenize is None):
             raise ConfigError("`describe` and `tokenize` belong together", fix="give both or none")
+        if (tokens_per_batch is None) == (tokens_per_rank is None):
+            raise ConfigError(
+                f"tokens_per_batch={tokens_per_batch}, tokens_per_rank={tokens_per_rank}",
+                fix="give the token budget of a global batch, or that of each rank, and not both",
+            )
         self.inner = datamodule
         self._catalog = as_catalog(catalog)
-        self._tokens_per_batch, self._video_token_share = tokens_per_batch, video_token_share
+        self._tokens_per_batch, self._tokens_per_rank = tokens_per_batch, tokens_per_rank
+        self._video_token_share = video_token_share
         self._seed, self._loss_reduction = seed, loss_reduction
         self._adaptive_load = None if adaptive_load is None else AdaptiveLoad.of(adaptive_load)
         if self._adaptive_load is not None and video_token_share is not None:
@@ -83,6 +94,25 @@ class ZelligeDataModule(LightningDataModule):
         )
 
     # ---- batches -------------------------------------------------------------------------------------------
+
+    @property
+    def tokens_per_batch(self) -> int:
+        """Token budget of a global batch."""
+        if self._tokens_per_batch is None:
+            assert self._tokens_per_rank is not None
+            return self._tokens_per_rank * (self.trainer.world_size if self.trainer is not None else 1)
+        return self._tokens_per_batch
+
+    def go_on_with(self, tokens_per_batch: int) -> None:
+        """Keep the budget of the training that is resumed, whatever this job's ranks or settings are."""
+        if self._tokens_per_batch not in (None, tokens_per_batch):
+            rank_zero_warn(
+                f"the resumed training has {tokens_per_batch} tokens in a global batch and keeps them;"
+                f" tokens_per_batch={self._tokens_per_batch} is for a training that starts"
+            )
+        if tokens_per_batch != self.tokens_per_batch:
+            self._train_loader = None
+        self._tokens_per_batch = tokens_per_batch
 
     def training_loader(self) -> GlobalBatchLoader:
         """The loader of the training samples."""
@@ -144,7 +174,7 @@ class ZelligeDataModule(LightningDataModule):
         return GlobalBatchLoader(source, sampler, catalog, self._loss_reduction)
 
     def _sampler(self, source: TokenSource, catalog: Catalog, training: bool) -> GlobalBatchSampler:
-        budget, seed = self._tokens_per_batch, self._seed
+        budget, seed = self.tokens_per_batch, self._seed
         if training and self._adaptive_load is not None:
             return AdaptiveLoadSampler(
                 source.samples, catalog, self._adaptive_load, tokens_per_batch=budget, seed=seed

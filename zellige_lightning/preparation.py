@@ -47,6 +47,7 @@ class Job:
     device: torch.device
     num_local_ranks: int
     self_check: bool
+    kept_gradient_bytes: int = 0  # whole gradients of a sharded model, between the backwards of a window
 
 
 def prepare_planner(job: Job, services: Services) -> tuple[ProfileTable, Planner]:
@@ -150,7 +151,7 @@ def memory_cap_mib(job: Job, services: Services, step_bytes: int = 0) -> int:
     """
     if job.planner.memory_cap_gib is not None:
         return max(1, int(job.planner.memory_cap_gib * 1024))
-    budget = memory_budget(job.module, job.device, job.num_local_ranks, step_bytes)
+    budget = memory_budget(job.module, job.device, job.num_local_ranks, step_bytes, job.kept_gradient_bytes)
     rank_zero_info(f"zellige: {budget}")
     smallest = min(cap for (cap,) in services.agreement.gather([budget.cap_mib]))
     if smallest < 1:

@@ -23,6 +23,7 @@ from zellige_lightning.mixin import require_mixin
 from zellige_lightning.placement import Bucket, GlobalBatch, PlacementOption, Plan, whole
 from zellige_lightning.trial import TrialStep, copy_module, layer_list
 
+_REDUCED_VALUES = 1 << 26  # gradients that are timed; more take proportionally longer
 _NO_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")
 
 
@@ -131,10 +132,10 @@ class Measurement:
             return 0.0
         module = self._module
         size = sum(p.numel() for p in module.parameters() if p.requires_grad)
-        gradients = torch.zeros(size, device=module.device)
+        gradients = torch.zeros(min(size, _REDUCED_VALUES), device=module.device)
         reduce = lambda: torch.distributed.all_reduce(gradients)  # noqa: E731
         timings = [self._timed(reduce, module.device) for _ in range(1 + repeats)][1:]
-        return median(max(timing.by(clock)) for timing in timings)
+        return median(max(timing.by(clock)) for timing in timings) * size / max(1, len(gradients))
 
     def _step(self, clone: LightningModule, batch: RankBatch) -> None:
         with self._answering(batch), torch.enable_grad():

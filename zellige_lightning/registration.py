@@ -1,4 +1,4 @@
-"""Makes the name "zellige" known to Lightning's strategy registry, without importing Lightning.
+"""Makes "zellige" and "zellige_fsdp2" known to Lightning's strategy registry, without importing Lightning.
 
 Lightning has no entry point for strategies: a name is known once somebody calls its registry, which
 exists only after Lightning was imported. So `arm()` registers at once where Lightning is loaded, and else
@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any
 from zellige_lightning.errors import ConfigError
 
 if TYPE_CHECKING:
+    from zellige_lightning.fsdp2 import ZelligeFSDP2Strategy
     from zellige_lightning.strategy import ZelligeStrategy
 
-NAME = "zellige"
-DESCRIPTION = "Places whole and split sequences on ranks so that all finish together"
+_DESCRIPTION = "Places whole and split sequences on ranks so that all finish together"
 
 
 def make_strategy(**settings: Any) -> ZelligeStrategy:
@@ -36,25 +36,35 @@ def make_strategy(**settings: Any) -> ZelligeStrategy:
     return ZelligeStrategy(**settings)
 
 
+def make_sharded_strategy(**settings: Any) -> ZelligeFSDP2Strategy:
+    """As `make_strategy`, for `strategy="zellige_fsdp2"`."""
+    from zellige_lightning.fsdp2 import ZelligeFSDP2Strategy
+
+    return ZelligeFSDP2Strategy(**settings)
+
+
 def refuse_other_namespace(**settings: Any) -> None:
     raise ConfigError(
-        f'strategy="{NAME}" was asked of a Trainer of the package `pytorch_lightning`',
+        'a strategy "zellige" was asked of a Trainer of the package `pytorch_lightning`',
         fix="import Trainer and LightningModule from `lightning.pytorch`; the two packages do not mix",
     )
 
 
-_REGISTRIES: dict[str, Callable[..., Any]] = {
-    "lightning.pytorch.strategies": make_strategy,
-    "pytorch_lightning.strategies": refuse_other_namespace,
+_STRATEGIES: dict[str, tuple[Callable[..., Any], str]] = {
+    "zellige": (make_strategy, _DESCRIPTION),
+    "zellige_fsdp2": (make_sharded_strategy, f"{_DESCRIPTION}; parameters are sharded"),
 }
+_REGISTRIES = {"lightning.pytorch.strategies": True, "pytorch_lightning.strategies": False}  # ours or not
 
 
 def register() -> None:
-    """Registers the name in every registry that is loaded. Calling it again changes nothing."""
-    for module_name, factory in _REGISTRIES.items():
+    """Registers the names in every registry that is loaded. Calling it again changes nothing."""
+    for module_name, ours in _REGISTRIES.items():
         registry = getattr(sys.modules.get(module_name), "StrategyRegistry", None)
-        if registry is not None and NAME not in registry:
-            registry.register(NAME, factory, description=DESCRIPTION)
+        for name, (factory, description) in _STRATEGIES.items():
+            if registry is not None and name not in registry:
+                made = factory if ours else refuse_other_namespace
+                registry.register(name, made, description=description)
 
 
 def arm() -> None:

@@ -34,18 +34,20 @@ from zellige_lightning.guard import launcher_for
 from zellige_lightning.hydra_settings import settings_from_hydra
 from zellige_lightning.loader import GlobalBatchLoader
 from zellige_lightning.lookahead import LookaheadLoader, PendingStep, PlannedStep
+from zellige_lightning.memory_budget import require_room
 from zellige_lightning.mixin import CoalescedAttentionMixin
 from zellige_lightning.monitor import MakespanMonitor
 from zellige_lightning.planner import PlannerConfig, ProfileTable
 from zellige_lightning.planner.deferral import Deferred
 from zellige_lightning.planner.precedent import Precedent
-from zellige_lightning.position import deferred_in, position_in, prices_in, set_apart
+from zellige_lightning.position import budget_in, deferred_in, position_in, prices_in, set_apart
 from zellige_lightning.preemption import Preemption
 from zellige_lightning.preparation import Job, prepare_planner
 from zellige_lightning.profiler import HardwareProfiler, ProfilerConfig
 from zellige_lightning.registration import register
 from zellige_lightning.report.records import StepRecord
 from zellige_lightning.services import Services
+from zellige_lightning.sharding import materialize
 from zellige_lightning.timing import StepTimer, record_of
 from zellige_lightning.trial import TrialStep
 from zellige_lightning.waves import release_gradients, train_waves
@@ -222,6 +224,7 @@ class PlacingStrategy(_Processes):
             self.root_device,
             self.num_processes,
             self._self_check,
+            self._kept_gradient_bytes(),
         )
         with isolate_rng():
             self.profile, planner = prepare_planner(job, services)
@@ -230,6 +233,10 @@ class PlacingStrategy(_Processes):
         prices = OnlinePrices(self.profile, topology, services.agreement, warmup)
         services.plan_with(planner, lambda: self.preemption.requested, prices)
         rank_zero_info(f"zellige: ready in {time.perf_counter() - began:.1f} s")
+
+    def _kept_gradient_bytes(self) -> int:
+        """Of gradients that outlive a backward besides those that the optimizer sees."""
+        return 0
 
     def _go_on(self) -> dict[str, int] | None:
         """The position to go on from, and what waited there; None unless a checkpoint is being resumed."""
@@ -359,14 +366,28 @@ class PlacingStrategy(_Processes):
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         ready = self._services is not None and self._services.preparer_ready
         prices = saved(self.services.prices, self._precedent) if ready else self._learnt
-        set_apart(checkpoint, self._deferred, prices)
+        data = self._trainer.datamodule
+        budget = data.tokens_per_batch if isinstance(data, ZelligeDataModule) else None
+        set_apart(checkpoint, self._deferred, prices, budget)
         super().save_checkpoint(checkpoint, *args, **kwargs)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(*args, **kwargs)
         self._position, self._deferred = position_in(checkpoint), deferred_in(checkpoint)
         self._learnt = prices_in(checkpoint)
+        self._keep_budget(budget_in(checkpoint))
         return checkpoint
+
+    def _keep_budget(self, tokens_per_batch: int | None) -> None:
+        data, loop = self._trainer.datamodule, self._trainer.fit_loop
+        fitting = self._trainer.state.fn == TrainerFn.FITTING
+        if tokens_per_batch is None or not fitting or not isinstance(data, ZelligeDataModule):
+            return
+        if tokens_per_batch != data.tokens_per_batch:
+            loop._combined_loader = (
+                None  # a scheduler that asked for the number of steps has made one already
+            )
+        data.go_on_with(tokens_per_batch)
 
     # ---- stopping and failing ------------------------------------------------------------------------------
 
@@ -450,6 +471,12 @@ class ZelligeStrategy(PlacingStrategy, DDPStrategy):
                 "static_graph=True with accumulate_grad_batches > 1 loses gradients",
                 fix="leave static_graph off; placement needs no static graph",
             )
+        module = self.lightning_module
+        assert module is not None
+        if trainer.state.fn == TrainerFn.FITTING:
+            room = self.root_device, self.num_processes
+            self.services.agreement.together(lambda: require_room(module, *room))
+        materialize(module, module, self.root_device)
         super().setup(trainer)
 
 

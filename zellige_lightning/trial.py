@@ -29,17 +29,36 @@ def layer_list(module: nn.Module, attention_names: list[str]) -> nn.ModuleList |
     return only if only is not None and len({type(layer) for layer in only}) == 1 else None
 
 
+_TEMPLATE = "_zellige_template"
+
+
+def keep_template(module: LightningModule, template: LightningModule) -> None:
+    """Let `copy_module` copy `template`, a module of the same kind that may have fewer layers: one whose
+    parameters are sharded cannot be copied itself."""
+    module.__dict__[_TEMPLATE] = (template,)  # not as a submodule
+
+
+def template_of(module: LightningModule | None) -> LightningModule | None:
+    """What `keep_template` was given for that module."""
+    kept = module.__dict__.get(_TEMPLATE) if module is not None else None
+    return kept[0] if kept else None
+
+
 def copy_module(module: LightningModule, num_layers: int | None = None) -> LightningModule:
     """A copy whose parameters are its own, with the first `num_layers` layers; logs nothing.
 
     Profiling runs on copies: the hooks of the data-parallel wrapper count every backward on live parameters.
     """
     assert isinstance(module, CoalescedAttentionMixin)
+    source = template_of(module) or module
+    assert isinstance(source, CoalescedAttentionMixin)
     memo: dict[int, Any] = {}
-    layers = layer_list(module, list(module.attention_modules()))
+    layers = layer_list(source, list(source.attention_modules()))
     if num_layers is not None and layers is not None:
         memo[id(layers)] = nn.ModuleList([copy.deepcopy(layer) for layer in layers[:num_layers]])
-    clone = copy.deepcopy(module, memo)
+    clone = copy.deepcopy(source, memo)
+    if source is not module:
+        clone.to(module.device)
     clone._trainer = module._trainer
     for name in ("log", "log_dict"):
         setattr(clone, name, lambda *args, **kwargs: None)

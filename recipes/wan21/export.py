@@ -16,13 +16,15 @@ from zellige_lightning.errors import ConfigError, DataError, ZelligeError
 from zellige_lightning.recipes.wan21.config import CONFIGS, WanConfig, named_config
 from zellige_lightning.recipes.wan21.layouts import DIFFUSERS, LAYOUTS
 from zellige_lightning.recipes.wan21.weights import MAX_SHARD_BYTES, config_of_state, save_weights
+from zellige_lightning.sharded_checkpoint import ShardedTensors, is_sharded, verify
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _MODEL = "model."  # where a WanModule keeps its WanModel
 
 
 def read_checkpoint(path: Path, *, unsafe_pickle: bool = False) -> Mapping[str, Any]:
-    """A Lightning checkpoint, its tensors mapped from disk: they are read when they are used.
+    """A Lightning checkpoint, its tensors left on disk: they are read when they are used. A folder, as
+    `zellige_fsdp2` saves it, has no more than its parameters here.
 
     Args:
         unsafe_pickle: also unpickle other objects than tensors and plain data, which can run any code.
@@ -30,11 +32,13 @@ def read_checkpoint(path: Path, *, unsafe_pickle: bool = False) -> Mapping[str, 
     Raises:
         DataError: missing, damaged, or with other objects while `unsafe_pickle` is off.
     """
+    if is_sharded(path):
+        verify(path)
+        return {"state_dict": ShardedTensors(path)}
     if not path.is_file():
-        what = "a folder: a sharded checkpoint" if path.is_dir() else "no file"
         raise DataError(
-            f"checkpoint {path.name!r} is {what}",
-            fix="give a .ckpt file; convert a sharded checkpoint into one first",
+            f"checkpoint {path.name!r} is {'some other folder' if path.is_dir() else 'no file'}",
+            fix="give a .ckpt file, or a folder that strategy=zellige_fsdp2 has saved",
         )
     try:
         checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=not unsafe_pickle)
@@ -106,7 +110,7 @@ def _config(state: Mapping[str, Tensor], model: str | None, num_heads: int | Non
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("zellige-export", description=__doc__)
-    parser.add_argument("checkpoint", type=Path, help="a .ckpt file of Lightning")
+    parser.add_argument("checkpoint", type=Path, help="a .ckpt file of Lightning, or a folder")
     parser.add_argument("output", type=Path, help="folder for safetensors and config.json")
     parser.add_argument("--layout", choices=LAYOUTS, default=DIFFUSERS, help="names of the tensors")
     parser.add_argument(

@@ -41,6 +41,9 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(dim))
 
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+
     def forward(self, x: Tensor) -> Tensor:
         y = full_precision(x)
         y = y * torch.rsqrt(y.square().mean(dim=-1, keepdim=True) + self.eps)

@@ -151,14 +151,25 @@ class WanModel(nn.Module):
     def init_weights(self) -> None:
         """As the original: Xavier, N(0, 0.02) for text and time embeddings, and a zero head."""
         for module in self.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.xavier_uniform_(module.weight)
-                nn.init.zeros_(module.bias)
-        nn.init.xavier_uniform_(self.patch_embedding.weight.flatten(1))
-        for module in (*self.text_embedding, *self.time_embedding):
-            if isinstance(module, nn.Linear):
+            self.init_module(module)
+
+    def init_module(self, module: nn.Module) -> None:
+        """Initial values of what one module of the model holds itself."""
+        if module is self.head.head:
+            nn.init.zeros_(module.weight)
+            nn.init.zeros_(module.bias)
+        elif isinstance(module, nn.Linear):
+            nn.init.xavier_uniform_(module.weight)
+            nn.init.zeros_(module.bias)
+            if any(module is own for own in (*self.text_embedding, *self.time_embedding)):
                 nn.init.normal_(module.weight, std=0.02)
-        nn.init.zeros_(self.head.head.weight)
+        elif isinstance(module, WanBlock | Head):
+            nn.init.normal_(module.modulation, std=module.modulation.shape[-1] ** -0.5)
+        elif module is self.patch_embedding:
+            module.reset_parameters()  # of which the bias stays
+            nn.init.xavier_uniform_(module.weight.flatten(1))
+        elif hasattr(module, "reset_parameters"):
+            module.reset_parameters()
 
     def forward(
         self,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
-from torch import Tensor
+from torch import Tensor, nn
 
 from zellige_lightning import CoalescedAttentionMixin
 from zellige_lightning.batch import RankBatch
@@ -23,6 +25,8 @@ class WanModule(CoalescedAttentionMixin, LightningModule):
         flow: the objective; default: shift 3, logit-normal times, one caption of ten dropped.
         lr, betas, weight_decay: of AdamW. warmup_steps: optimizer steps over which the rate rises linearly.
         activation_checkpointing: recompute each block in backward.
+        meta_device: build the model without memory for its parameters; the strategy gives them theirs, and
+            their initial values, when they are sharded.
 
     Raises:
         ConfigError: an unknown size, or a rate or warm-up that is out of range.
@@ -40,6 +44,7 @@ class WanModule(CoalescedAttentionMixin, LightningModule):
         weight_decay: float = 0.1,
         warmup_steps: int = 100,
         activation_checkpointing: bool = False,
+        meta_device: bool = False,
     ) -> None:
         super().__init__()
         if lr <= 0.0 or warmup_steps < 0 or weight_decay < 0.0:
@@ -48,11 +53,16 @@ class WanModule(CoalescedAttentionMixin, LightningModule):
                 fix="the rate is positive, the other two are not negative",
             )
         config = named_config(model) if isinstance(model, str) else model
-        self.model = WanModel(config, activation_checkpointing=activation_checkpointing)
+        with torch.device("meta") if meta_device else nullcontext():
+            self.model = WanModel(config, activation_checkpointing=activation_checkpointing)
         self.flow = flow or FlowMatching()
         self.lr, self.betas, self.weight_decay = lr, (betas[0], betas[1]), weight_decay
         self.warmup_steps = warmup_steps
         self._validation = torch.zeros(2, 2)
+
+    def init_weights(self, submodule: nn.Module) -> None:
+        """Initial values of what one submodule holds itself; for models that were built without memory."""
+        self.model.init_module(submodule)
 
     def training_step(self, batch: RankBatch, batch_idx: int) -> Tensor:
         loss = batch.reduce(self.per_token_loss(batch, self.flow, batch.epoch))

@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 
 from tests.invariance.reference import Sequence
 from tests.invariance.subject import MemorySource, draw_parameters, make_module
-from tests.lightning.toy import model_prices, world_size
+from tests.lightning.toy import model_prices, whole_tensor, world_size
 from tests.test_placement_invariance import make_sequence
 from zellige_lightning import HardwareProfiler, ZelligeDataModule
 from zellige_lightning.sources import Sample
@@ -97,9 +96,4 @@ def checkpoint_of(folder: str | Path) -> str:
 
 def values_of(module: nn.Module) -> Any:
     """All parameters as one array, whole on every rank."""
-    return torch.cat([_whole(p).flatten() for p in module.parameters()]).numpy()
-
-
-def _whole(parameter: Tensor) -> Tensor:
-    values = parameter.detach()
-    return values.full_tensor() if isinstance(values, DTensor) else values
+    return torch.cat([whole_tensor(p).flatten() for p in module.parameters()]).numpy()

@@ -1,9 +1,11 @@
-"""Killed without warning at any step, a job resumed from its checkpoint ends as if nothing had happened: on the
-same number of ranks to the last bit, on another to rounding."""
+"""A job that was killed without warning and goes on from its checkpoint ends as if nothing had happened: on
+the same number of ranks to the last bit, on another to rounding."""
 
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +19,24 @@ Result = dict[str, Any]
 WORLD = 2
 
 
+STRATEGIES = ["zellige", "zellige_fsdp2"]
+
+
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Result:
-    """Never interrupted."""
-    folder = tmp_path_factory.mktemp("whole")
-    results = run_distributed(run, WORLD, str(folder), "zellige", False, False, group=False)
-    assert all(np.array_equal(r["parameters"], results[0]["parameters"]) for r in results)
-    assert len(results[0]["steps"]) == STEPS
-    assert len({epoch for epoch, _, _ in results[0]["steps"]}) >= 3
-    assert len({rate for _, _, rate in results[0]["steps"]}) > 10, "the rate is to change, or nothing is tested"
-    return results[0]
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Result]:
+    """The run that is never interrupted, under a strategy."""
+
+    @cache
+    def of(strategy: str) -> Result:
+        folder = tmp_path_factory.mktemp(strategy)
+        results = run_distributed(run, WORLD, str(folder), strategy, False, False, group=False)
+        assert all(np.array_equal(r["parameters"], results[0]["parameters"]) for r in results)
+        steps = results[0]["steps"]
+        assert len(steps) == STEPS and len({epoch for epoch, _, _ in steps}) >= 3
+        assert len({rate for _, _, rate in steps}) > 10, "the rate is to change, or nothing is tested"
+        return results[0]
+
+    return of
 
 
 def killed_and_resumed(folder: Path, strategy: str, before: int, after: int) -> list[Result]:
@@ -44,15 +54,27 @@ def check_ids_rates_losses(resumed: Result, whole: Result, tolerance: float) -> 
     assert np.allclose(resumed["losses"], whole["losses"][SAVED:], rtol=tolerance, atol=0.0)
 
 
-def test_the_same_ranks_go_on_to_the_last_bit(whole: Result, tmp_path: Path) -> None:
-    for resumed in killed_and_resumed(tmp_path, "zellige", WORLD, WORLD):
-        check_ids_rates_losses(resumed, whole, 0.0)
-        assert np.array_equal(resumed["parameters"], whole["parameters"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_same_ranks_go_on_to_the_last_bit(
+    strategy: str, whole: Callable[[str], Result], tmp_path: Path
+) -> None:
+    for resumed in killed_and_resumed(tmp_path, strategy, WORLD, WORLD):
+        check_ids_rates_losses(resumed, whole(strategy), 0.0)
+        assert np.array_equal(resumed["parameters"], whole(strategy)["parameters"])
+
+
+def test_sharding_changes_nothing_but_rounding(whole: Callable[[str], Result]) -> None:
+    replicated, sharded = whole("zellige"), whole("zellige_fsdp2")
+    assert sharded["steps"] == replicated["steps"]
+    assert float(np.abs(sharded["parameters"] - replicated["parameters"]).max()) <= 1e-10
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 1)])
-def test_other_ranks_go_on_to_rounding(before: int, after: int, whole: Result, tmp_path: Path) -> None:
-    for resumed in killed_and_resumed(tmp_path, "zellige", before, after):
-        check_ids_rates_losses(resumed, whole, 1e-10)
-        assert float(np.abs(resumed["parameters"] - whole["parameters"]).max()) <= 1e-10
+def test_other_ranks_go_on_to_rounding(
+    before: int, after: int, strategy: str, whole: Callable[[str], Result], tmp_path: Path
+) -> None:
+    for resumed in killed_and_resumed(tmp_path, strategy, before, after):
+        check_ids_rates_losses(resumed, whole(strategy), 1e-10)
+        assert float(np.abs(resumed["parameters"] - whole(strategy)["parameters"]).max()) <= 1e-10

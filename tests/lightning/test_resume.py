@@ -135,8 +135,9 @@ def test_the_state_of_the_data_is_global_and_no_profile_is_saved(
     folder, _ = run
     checkpoint = torch.load(step_file(folder, 2), weights_only=False)
     assert checkpoint["zellige"]["position"] == {"epoch": 0, "delivered": 2}
-    assert checkpoint["zellige"].keys() <= {"position", "prices"}
+    assert checkpoint["zellige"].keys() <= {"position", "prices", "tokens_per_batch"}
     assert isinstance(checkpoint["zellige"]["prices"]["profile"], str)  # the version of prices, not prices
+    assert checkpoint["zellige"]["tokens_per_batch"] == 150
     assert checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] == []
 
 
@@ -288,3 +289,24 @@ def test_a_checkpoint_of_a_failed_step_repeats_that_step(
     assert len(results[0]["seen"]) == 3 and results[0]["steps"] == 2
     rest = check_rest(tmp_path, results[0]["seen"][:2])
     assert rest[0]["digest"] == run[1]["digest"]
+
+
+def saved_by_hand(rank: int, folder: str, steps: int) -> dict[str, Any]:
+    model_prices()
+    trainer, toy = make_trainer(max_epochs=EPOCHS, max_steps=steps), make_toy()
+    trainer.fit(toy, make_data())
+    trainer.save_checkpoint(f"{folder}/by-hand.ckpt")
+    return {"seen": toy.seen}
+
+
+@pytest.mark.parametrize("further", [0, 1, 2])
+def test_a_checkpoint_that_is_saved_after_a_fit_goes_on_there(
+    further: int, tmp_path: Path, run: tuple[Path, dict[str, Any]]
+) -> None:
+    """Also where `max_steps` has ended an epoch early, which the trainer then takes for a whole one."""
+    full = run[1]
+    steps = steps_per_epoch(full) + further
+    run_distributed(saved_by_hand, 2, str(tmp_path), steps, group=False)
+    for resumed in resume(2, tmp_path / "by-hand.ckpt"):
+        assert resumed["seen"] == full["seen"][steps:]
+        assert resumed["digest"] == full["digest"]

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from zellige_lightning import ZelligeDataModule, ZelligeStrategy, preparation
 from zellige_lightning.batch import RankBatch
@@ -209,16 +210,22 @@ def callback_of(trainer: Trainer, kind: type[Callback]) -> Any:
     return found
 
 
+def whole_tensor(tensor: Tensor | None) -> Tensor:
+    """The values on every rank, also of one that is sharded: then a collective."""
+    assert tensor is not None
+    values = tensor.detach()
+    return values.full_tensor() if isinstance(values, DTensor) else values
+
+
 def digest(module: nn.Module) -> bytes:
     """Every bit of the parameters and buffers."""
-    return b"".join(
-        t.detach().reshape(-1).view(torch.uint8).numpy().tobytes() for t in module.state_dict().values()
-    )
+    values = [whole_tensor(t).reshape(-1) for t in module.state_dict().values()]
+    return b"".join(t.view(torch.uint8).numpy().tobytes() for t in values)
 
 
 def flat(module: nn.Module) -> list[float]:
     """All parameters, in order."""
-    return torch.cat([p.detach().flatten().double() for p in module.parameters()]).tolist()
+    return torch.cat([whole_tensor(p).flatten().double() for p in module.parameters()]).tolist()
 
 
 def largest_difference(a: Rows[float], b: Rows[float]) -> float:

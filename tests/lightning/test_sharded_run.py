@@ -1,0 +1,244 @@
+"""`Trainer(strategy="zellige_fsdp2")`: exact training, checkpoints that are whole or refused, models that are
+built without memory."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from tests.distributed import run_distributed, run_outcomes
+from tests.invariance.reference import WAN
+from tests.lightning.killed import Data
+from tests.lightning.test_exact import train
+from tests.lightning.toy import (
+    Toy,
+    digest,
+    flat,
+    largest_difference,
+    make_data,
+    make_toy,
+    make_trainer,
+    model_prices,
+    reference_training,
+    whole_tensor,
+)
+from zellige_lightning import ZelligeDataModule, room, sharded_checkpoint
+from zellige_lightning.batch import RankBatch
+from zellige_lightning.errors import DataError
+from zellige_lightning.recipes.wan21.config import WanConfig
+from zellige_lightning.recipes.wan21.export import main
+from zellige_lightning.recipes.wan21.module import WanModule
+from zellige_lightning.sharded_checkpoint import CHECKSUMS, ShardedTensors
+
+NAME = "zellige_fsdp2"
+
+
+@pytest.mark.parametrize(
+    ("settings", "reference"),
+    [
+        ({"limit_val_batches": 1.0, "max_epochs": 2}, {}),
+        ({"gradient_clip_val": 0.05, "accumulate_grad_batches": 2, "limit_train_batches": 3}, {"window": 2,
+        "clip_norm": 0.05}),
+        ({"gradient_clip_val": 0.002, "gradient_clip_algorithm": "value"}, {"clip_value": 0.002}),
+    ],
+    ids=["epochs with validation", "window and clip by norm", "clip by value"],
+)  # fmt: skip
+def test_training_equals_one_process(settings: dict[str, Any], reference: dict[str, Any]) -> None:
+    results = run_distributed(train, 3, {"strategy": NAME, **settings}, group=False)
+    assert len({result["digest"] for result in results}) == 1 and results[0]["splits"] > 0
+    parameters, losses = reference_training(results[0]["batches"], **reference)
+    assert largest_difference(results[0]["parameters"], parameters) < 1e-6
+    if not reference:
+        assert results[0]["losses"] == pytest.approx(losses, abs=1e-5)
+
+
+class CallsItself(Toy):
+    """Goes through its own `forward`, as many do, and holds a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor([1.5]))
+
+    def forward(self, batch: RankBatch) -> Tensor:
+        return self.net(batch.tokens["x"], batch.positions) * self.scale
+
+    def per_token(self, batch: RankBatch) -> Tensor:
+        return (self(batch) - torch.tanh(batch.tokens["x"])).square().mean(-1)
+
+
+def through_forward(rank: int) -> dict[str, list[float]]:
+    model_prices()
+    found = {}
+    for strategy in ("zellige", NAME):
+        trainer, toy = make_trainer(strategy), make_toy(CallsItself)
+        trainer.fit(toy, make_data())
+        assert all(isinstance(p, DTensor) == (strategy == NAME) for p in toy.parameters())
+        found[strategy] = flat(toy)
+    return found
+
+
+def test_a_module_that_calls_itself_trains_alike() -> None:
+    first, second = run_distributed(through_forward, 2, group=False)
+    assert first == second and largest_difference(first["zellige"], first[NAME]) < 1e-6
+
+
+# ---- checkpoints -------------------------------------------------------------------------------------------
+
+
+def saved(rank: int, path: str) -> dict[str, Any]:
+    model_prices()
+    trainer, toy = make_trainer(NAME, limit_train_batches=1), make_toy()
+    trainer.fit(toy, make_data())
+    trainer.save_checkpoint(path)
+    return {n: whole_tensor(p).numpy() for n, p in toy.named_parameters()}
+
+
+def opened(rank: int, path: str) -> bytes:
+    model_prices()
+    trainer, toy = make_trainer(NAME, max_steps=1), make_toy()
+    with torch.no_grad():
+        for parameter in toy.parameters():
+            parameter.zero_()
+    trainer.fit(toy, make_data(), ckpt_path=path)
+    return digest(toy)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    path = tmp_path_factory.mktemp("saved") / "run.ckpt"
+    return path, run_distributed(saved, 2, str(path), group=False)[0]
+
+
+def test_a_checkpoint_is_read_tensor_by_tensor(checkpoint: tuple[Path, dict[str, Any]]) -> None:
+    path, values = checkpoint
+    stored = ShardedTensors(path)
+    assert set(stored) == set(values)
+    assert all(torch.equal(stored[n].detach(), torch.from_numpy(v)) for n, v in values.items())
+
+
+@pytest.fixture
+def copied(checkpoint: tuple[Path, dict[str, Any]], tmp_path: Path) -> Path:
+    for file in checkpoint[0].iterdir():
+        (tmp_path / "copy.ckpt").mkdir(exist_ok=True)
+        (tmp_path / "copy.ckpt" / file.name).write_bytes(file.read_bytes())
+    return tmp_path / "copy.ckpt"
+
+
+@pytest.mark.parametrize("damage", ["a flipped bit", "a missing file"])
+def test_a_damaged_checkpoint_is_refused_on_all_ranks(damage: str, copied: Path) -> None:
+    file = sorted(copied.glob("*.distcp"))[1]
+    if damage == "a missing file":
+        file.unlink()
+    else:
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+    for outcome in run_outcomes(opened, 2, str(copied), group=False):
+        assert outcome.error is not None and outcome.error[0] == "DataError"
+        assert f"is damaged: {file.name}" in outcome.error[1]
+
+
+class Harmful:
+    def __reduce__(self) -> Any:
+        return print, ("run",)
+
+
+def test_a_forged_description_is_not_run(copied: Path) -> None:
+    (copied / ".metadata").write_bytes(pickle.dumps(Harmful()))
+    with pytest.raises(DataError, match="it names builtins.print"):
+        ShardedTensors(copied)
+
+
+def failing(rank: int, path: str) -> list[str]:
+    """Rank 1 runs out of disk space while it saves over a checkpoint."""
+    model_prices()
+    trainer, toy = make_trainer(NAME, limit_train_batches=1), make_toy()
+    trainer.fit(toy, make_data())
+    save = sharded_checkpoint.dcp.save
+
+    def full(*args: Any, **kwargs: Any) -> Any:
+        save(*args, **kwargs)
+        if rank == 1:
+            raise OSError(28, "No space left on device")
+
+    sharded_checkpoint.dcp.save = full
+    try:
+        trainer.save_checkpoint(path)
+    except DataError as error:
+        return [str(error)]
+    return []
+
+
+def test_a_disk_that_is_full_costs_nothing_that_was_saved(copied: Path) -> None:
+    before = {file.name: file.read_bytes() for file in copied.iterdir()}
+    for errors in run_distributed(failing, 2, str(copied), group=False):
+        assert len(errors) == 1 and "rank 1 cannot write" in errors[0] and "No space left" in errors[0]
+    assert {file.name: file.read_bytes() for file in copied.iterdir()} == before
+    assert CHECKSUMS in before
+
+
+def test_saving_again_replaces_the_folder(copied: Path) -> None:
+    run_distributed(saved, 1, str(copied), group=False)
+    assert [file.name for file in copied.parent.iterdir()] == [copied.name]
+    assert not list(copied.glob("__1_*")), "files of the checkpoint that was replaced are left"
+
+
+# ---- models that are built without memory ------------------------------------------------------------------
+
+
+class Still(WanModule):
+    """Trains with rate 0: what is saved is what was initialized."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.0)
+
+
+SMALL = WanConfig(
+    dim=WAN["dim"], ffn_dim=80, num_heads=WAN["heads"], num_layers=6, text_dim=10, text_len=5,
+    freq_dim=WAN["freq"],
+)  # fmt: skip
+
+
+def initialized(rank: int, path: str) -> dict[str, Any]:
+    model_prices()
+    torch.manual_seed(7 + rank)  # the values are to be rank 0's
+    module = Still(SMALL, meta_device=True)
+    assert all(p.is_meta for p in module.parameters())
+    trainer = make_trainer(NAME, max_steps=1)
+    trainer.fit(module, ZelligeDataModule(Data(), tokens_per_batch=200))
+    trainer.save_checkpoint(path)
+    return {n: whole_tensor(p).numpy() for n, p in module.named_parameters()}
+
+
+def test_a_model_without_memory_is_initialized_sharded_and_exported(tmp_path: Path) -> None:
+    path = tmp_path / "run.ckpt"
+    first, second = run_distributed(initialized, 2, str(path), group=False)
+    assert all((first[name] == second[name]).all() for name in first)
+    usual = dict(WanModule(SMALL).named_parameters())
+    assert set(first) == set(usual)
+    for name, expected in usual.items():
+        drawn, like = torch.from_numpy(first[name]), expected.detach()
+        assert drawn.std() == pytest.approx(float(like.std()), rel=0.5, abs=1e-6), name
+    options = ("--dtype", "float32", "--layout", "original", "--num-heads", "12")
+    main([str(path), str(tmp_path / "exported"), *options])
+    exported = load_file(tmp_path / "exported" / "diffusion_pytorch_model.safetensors")
+    assert all(torch.equal(exported[n.removeprefix("model.")], torch.from_numpy(v)) for n, v in first.items())
+
+
+def too_large(rank: int) -> None:
+    room.host_memory = lambda: 64 << 30
+    trainer = make_trainer("zellige", limit_train_batches=1)
+    trainer.fit(WanModule("wan21_14b", meta_device=True), make_data())
+
+
+def test_a_model_that_fits_on_no_rank_is_refused_before_it_takes_memory() -> None:
+    for outcome in run_outcomes(too_large, 2, group=False):
+        assert outcome.error is not None and outcome.error[0] == "ConfigError", outcome.trace
+        assert "14.3 billion parameters" in outcome.error[1] and "zellige_fsdp2" in outcome.error[1]

@@ -1,0 +1,197 @@
+"""Sharded parameters under placement: loss and gradients are those of single-process training, for every
+placement, with accumulation, waves and checkpointing, and where ranks have no tokens."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+
+from tests.distributed import run_distributed
+from tests.invariance.reference import Sequence, window_loss
+from tests.invariance.subject import MemorySource, draw_parameters, make_module
+from tests.lightning.toy import model_prices, whole_tensor
+from tests.test_placement_invariance import make_sequence, placed_at_random
+from zellige_lightning import ZelligeDataModule, ZelligeFSDP2Strategy, lookahead
+from zellige_lightning.placement import GlobalBatch, Plan, whole
+from zellige_lightning.planner.deferral import PlannedBatch
+from zellige_lightning.planner.waves import Wave
+from zellige_lightning.sources import Sample
+
+GRIDS = [(3, 6, 10), (1, 4, 4), (1, 3, 5), (1, 1, 1), (5, 3, 3), (1, 2, 2), (1, 4, 4), (3, 2, 2)]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run: `idle` leaves the second half of the ranks without tokens. Double precision needs the strategy's
+    name, since Lightning refuses it to instances."""
+
+    model: str
+    tolerance: float
+    num_waves: int = 1
+    accumulation: int = 1
+    checkpointing: bool = False
+    idle: bool = False
+    precision: str = "32-true"
+    keep_gradients: bool | None = None
+
+
+CASES = {
+    "double": Case("user", 1e-10, precision="64-true"),
+    "double, waves, accumulation": Case(
+        "wan", 1e-10, num_waves=2, accumulation=2, checkpointing=True, precision="64-true"
+    ),
+    "plain": Case("user", 1e-5),
+    "accumulation, checkpointing": Case("wan", 1e-5, accumulation=2, checkpointing=True, keep_gradients=True),
+    "waves, checkpointing": Case("user", 1e-5, num_waves=3, checkpointing=True, keep_gradients=True),
+    "reduced each time": Case("user", 1e-5, num_waves=2, accumulation=2, keep_gradients=False),
+    "idle ranks": Case("wan", 1e-5, idle=True, checkpointing=True),
+    "idle ranks, accumulation": Case("user", 1e-5, idle=True, accumulation=2),
+    "mixed precision": Case("wan", 3e-2, checkpointing=True, precision="bf16-mixed"),
+}
+
+
+class Source(MemorySource):
+    def __init__(self, sequences: tuple[Sequence, ...], model: str) -> None:
+        super().__init__(sequences, ("x",) if model == "user" else ("latents",))
+        self.samples = tuple(Sample(s["key"], s["grid"]) for s in sequences)
+
+
+class Data(LightningDataModule):
+    def __init__(self, source: Source) -> None:
+        super().__init__()
+        self.source = source
+
+    def train_dataloader(self) -> Source:
+        return self.source
+
+
+class Placer:
+    """Deals each batch to waves and places them at random: harder than what a planner would do."""
+
+    hit_rate = 0.0
+
+    def __init__(self, case: Case, world: int) -> None:
+        self._case, self._world = case, world
+
+    def plan_ladder(self, batch: GlobalBatch, carried: Any = ()) -> PlannedBatch:
+        rng = random.Random(batch.step)
+        order = rng.sample(range(len(batch.sequences)), len(batch.sequences))
+        dealt = [tuple(sorted(order[i :: self._case.num_waves])) for i in range(self._case.num_waves)]
+        return PlannedBatch(batch, tuple(self._plan(rng, batch, members) for members in dealt if members))
+
+    def _plan(self, rng: random.Random, batch: GlobalBatch, members: tuple[int, ...]) -> Wave:
+        part, nothing = batch.part(members), (0,) * self._world
+        busy = max(1, self._world // 2) if self._case.idle else self._world
+        sequences = tuple({"key": s.key} for s in part.sequences)
+        options = placed_at_random(rng, busy, sequences, aligned=True)
+        if busy == 1:
+            options = (whole(0),) * len(sequences)
+        return Wave(members, part, Plan(batch.step, self._world, options, nothing, nothing))
+
+
+def data_of(case: Case) -> tuple[Sequence, ...]:
+    rng = random.Random(3)
+    return tuple(make_sequence(rng, case.model, grid) for grid in GRIDS * 2)
+
+
+def module_of(case: Case) -> LightningModule:
+    module = make_module(case.model)
+    module.load_state_dict(draw_parameters(module, 5), strict=False)
+    if case.model == "user":
+        module.dit.checkpointing = case.checkpointing  # type: ignore[union-attr]
+    else:
+        module.model.activation_checkpointing = case.checkpointing  # type: ignore[union-attr]
+    return module if case.precision == "64-true" else module.float()
+
+
+def watch(module: LightningModule, seen: list[dict[str, Any]]) -> None:
+    """Keep what the optimizer would see; train with rate 0."""
+
+    def before_step(optimizer: Any) -> None:
+        seen.append({n: whole_tensor(p.grad).double().numpy() for n, p in module.named_parameters()})
+
+    module.on_before_optimizer_step = before_step  # type: ignore[method-assign]
+    module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), 0.0)  # type: ignore[method-assign]
+
+
+def train(rank: int, names: list[str]) -> dict[str, dict[str, Any]]:
+    model_prices()
+    return {name: train_one(rank, CASES[name]) for name in names}
+
+
+def train_one(rank: int, case: Case) -> dict[str, Any]:
+    torch.manual_seed(100 + rank)
+    world = int(os.environ["WORLD_SIZE"])
+    original = lookahead.StepPreparer.__init__
+
+    def init(self: Any, agreement: Any, planner: Any, *rest: Any) -> None:
+        original(self, agreement, Placer(case, world), *rest)
+
+    lookahead.StepPreparer.__init__ = init  # type: ignore[method-assign]
+    strategy: Any = "zellige_fsdp2"
+    if case.precision != "64-true":
+        strategy = ZelligeFSDP2Strategy(keep_gradients=case.keep_gradients)
+    module, seen = module_of(case), []
+    watch(module, seen)
+    trainer = Trainer(
+        strategy=strategy, accelerator="cpu", devices=world, max_epochs=1, logger=False,
+        accumulate_grad_batches=case.accumulation, precision=case.precision, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    reduced = Counter()
+    reduce_scatter = dist.reduce_scatter_tensor
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        reduced["calls"] += 1
+        return reduce_scatter(*args, **kwargs)
+
+    dist.reduce_scatter_tensor = counted
+    trainer.fit(module, ZelligeDataModule(Data(Source(data_of(case), case.model)), tokens_per_batch=200))
+    dist.reduce_scatter_tensor = reduce_scatter
+    lookahead.StepPreparer.__init__ = original  # type: ignore[method-assign]
+    (monitor,) = (c for c in trainer.callbacks if hasattr(c, "records"))
+    return {
+        "seen": seen if rank == 0 else None,
+        "keys": [[s.key for s in record.batch.sequences] for record in monitor.records],
+        "waves": max(record.num_waves for record in monitor.records),
+        "reduced": reduced["calls"],
+    }
+
+
+def check(case: Case, result: dict[str, Any]) -> None:
+    by_key = {s["key"]: s for s in data_of(case)}
+    batches = [[by_key[key] for key in keys] for keys in result["keys"]]
+    windows = [batches[i : i + case.accumulation] for i in range(0, len(batches), case.accumulation)]
+    assert result["waves"] == case.num_waves and len(windows) == len(result["seen"]) >= 2
+    for window, seen in zip(windows, result["seen"], strict=True):
+        parameters = {n: p.detach().double().requires_grad_() for n, p in module_of(case).named_parameters()}
+        window_loss({n.removeprefix("dit."): p for n, p in parameters.items()}, case.model, window).backward()
+        for name, parameter in parameters.items():
+            assert parameter.grad is not None
+            size = float(parameter.grad.abs().max())
+            error = float((torch.from_numpy(seen[name]) - parameter.grad).abs().max()) / size
+            assert size > 1e-5 and error <= case.tolerance, f"{name}: {error}"
+
+
+UNITS = 3  # two layers, and the module that holds the rest
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_gradients_do_not_depend_on_placement(world: int) -> None:
+    results = run_distributed(train, world, list(CASES), group=False, timeout_s=300.0)[0]
+    for name, case in CASES.items():
+        try:
+            check(case, results[name])
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from error
+        steps, batches = len(results[name]["seen"]), len(results[name]["keys"])
+        backwards = batches * case.num_waves if case.keep_gradients is False else steps
+        assert results[name]["reduced"] == UNITS * backwards, name
