@@ -19,6 +19,7 @@ import zellige_lightning.conf
 from zellige_lightning.cli import explain
 from zellige_lightning.datamodule import ZelligeDataModule, as_catalog
 from zellige_lightning.errors import ConfigError
+from zellige_lightning.fsdp2 import ShardedStrategy, ZelligeFSDP2Strategy
 from zellige_lightning.instantiate import check_targets, instantiate, resolved
 from zellige_lightning.planner.planner import PLANNERS, PlannerConfig
 from zellige_lightning.profiler import ProfilerConfig
@@ -98,6 +99,16 @@ def test_the_demo_instantiates() -> None:
     catalog = as_catalog(plain(config.catalog))
     assert catalog is not None
     assert set(catalog.buckets) == set(demo_buckets())
+
+
+def test_the_14b_recipe_is_sharded_and_takes_no_memory() -> None:
+    config = composed("recipe=wan21_14b", "data.datamodule.folder=x")
+    strategy = instantiate(config.strategy, "strategy")
+    assert isinstance(strategy, ZelligeFSDP2Strategy)
+    assert config.strategy.keep_gradients is python_defaults(ShardedStrategy)["keep_gradients"]
+    module = instantiate(config.model, "model")
+    assert isinstance(module, WanModule) and all(p.is_meta for p in module.parameters())
+    assert sum(p.numel() for p in module.parameters()) == 14_288_491_584
 
 
 @pytest.mark.parametrize(

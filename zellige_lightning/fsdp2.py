@@ -51,7 +51,7 @@ class ShardedStrategy(ModelParallelStrategy):
     ) -> None:
         super().__init__(tensor_parallel_size=1, timeout=timeout, process_group_backend=process_group_backend)
         self._start_method, self._keep_gradients = start_method, keep_gradients
-        self._template_layers = 2
+        self._template_layers, self._blocked = 2, False
 
     def setup_environment(self) -> None:
         self._setup_distributed()
@@ -107,14 +107,16 @@ class ShardedStrategy(ModelParallelStrategy):
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         root = self.model
-        if not self.keeps_gradients or not isinstance(root, FSDPModule):
-            yield
+        if self._blocked or not self.keeps_gradients or not isinstance(root, FSDPModule):
+            yield  # waves of a batch that is itself accumulated: the outer block ends it
             return
+        self._blocked = True
         root.set_requires_gradient_sync(False)
         root.set_is_last_backward(False)
         try:
             yield
         finally:
+            self._blocked = False
             root.set_requires_gradient_sync(True)
             root.set_is_last_backward(True)
 

@@ -21,13 +21,14 @@ def set_apart(
     prices: Mapping[str, Any] | None = None,
     tokens_per_batch: int | None = None,
 ) -> None:
-    """Move the position to `checkpoint["zellige"]["position"]`, beside what waits for the next batch, what was
-    learnt of prices, and the token budget of a global batch, without which the position would mean nothing."""
-    loop = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
+    """Move the position to `checkpoint["zellige"]["position"]`, beside what waits for the next batch, what
+    was learnt of prices, and the token budget of a global batch, without which no position means anything."""
+    fit = checkpoint.get("loops", {}).get("fit_loop", {})
+    loop = fit.get("state_dict", {})
     states = loop.get("combined_loader")
     if states and isinstance(states[0], dict) and set(states[0]) == {"epoch", "delivered"}:
         loop["combined_loader"] = []
-        _reopen(loop, states[0]["epoch"])
+        _reopen(fit, states[0]["epoch"])
         checkpoint[KEY] = {"position": states[0]}
         if tokens_per_batch is not None:
             checkpoint[KEY]["tokens_per_batch"] = tokens_per_batch
@@ -37,11 +38,11 @@ def set_apart(
             checkpoint[KEY]["deferred"] = [[key, bucket.name, list(bucket.grid)] for key, bucket in deferred]
 
 
-def _reopen(loop: dict[str, Any], epoch: int) -> None:
+def _reopen(fit: dict[str, Any], epoch: int) -> None:
     """Lightning counts an epoch that a fit broke off, at `max_steps` say, as done, and would skip the
     rest."""
-    progress = loop["epoch_progress"]
-    if progress["current"]["processed"] > epoch and not loop["epoch_loop.batch_progress"]["is_last_batch"]:
+    progress = fit["epoch_progress"]
+    if progress["current"]["processed"] > epoch and not fit["epoch_loop.batch_progress"]["is_last_batch"]:
         for counts in (progress["total"], progress["current"]):
             counts["processed"] -= 1
             counts["completed"] = counts["processed"]

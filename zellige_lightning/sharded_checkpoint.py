@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
+import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -78,7 +79,9 @@ class StoredTensor:
     def detach(self) -> Tensor:
         """The whole tensor, on the CPU."""
         values = torch.empty(self.shape, dtype=self.dtype)
-        dcp.load({self._name: values}, storage_reader=self._reader, no_dist=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as intended
+            dcp.load({self._name: values}, storage_reader=self._reader, no_dist=True)
         return values
 
 

@@ -8,7 +8,8 @@ layer is whole at a time.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -105,6 +106,19 @@ def materialize(module: LightningModule, unit: nn.Module, device: torch.device) 
                 f"module {name!r} ({type(submodule).__name__}) is on the meta device, nothing initializes it",
                 fix="give it `reset_parameters()`, or the LightningModule `init_weights(submodule)`",
             )
+
+
+@contextmanager
+def without_moving(module: LightningModule | None) -> Iterator[None]:
+    """Leave a module on the meta device there, where Lightning would move it to the host: it was refused."""
+    if module is None or not any(parameter.is_meta for parameter in module.parameters()):
+        yield
+        return
+    module.__dict__["cpu"] = lambda: module
+    try:
+        yield
+    finally:
+        del module.__dict__["cpu"]
 
 
 def trained_bytes(module: nn.Module) -> int:

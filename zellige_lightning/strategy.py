@@ -47,7 +47,7 @@ from zellige_lightning.profiler import HardwareProfiler, ProfilerConfig
 from zellige_lightning.registration import register
 from zellige_lightning.report.records import StepRecord
 from zellige_lightning.services import Services
-from zellige_lightning.sharding import materialize
+from zellige_lightning.sharding import materialize, without_moving
 from zellige_lightning.timing import StepTimer, record_of
 from zellige_lightning.trial import TrialStep
 from zellige_lightning.waves import release_gradients, train_waves
@@ -441,7 +441,8 @@ class PlacingStrategy(_Processes):
         if self._services is not None:
             self._services.close()
             self._services = None
-        super().teardown()
+        with without_moving(self.lightning_module):
+            super().teardown()
 
     @property
     def _trainer(self) -> Any:

@@ -133,7 +133,8 @@ class FlowMatching:
         )
 
     def _frame_noise(self, epoch: int, key: str, frame: int, per_frame: int) -> Tensor:
-        return torch.randn(per_frame, TOKEN_DIM, generator=self._generator("noise", epoch, key, frame))
+        generator = self._generator("noise", epoch, key, frame)
+        return torch.randn(per_frame, TOKEN_DIM, generator=generator, dtype=torch.float32)
 
     def _generator(self, purpose: str, *names: int | str) -> torch.Generator:
         return torch.Generator().manual_seed(_hash(purpose, self.seed, *names))

@@ -54,7 +54,7 @@ def check_ids_rates_losses(resumed: Result, whole: Result, tolerance: float) -> 
     assert np.allclose(resumed["losses"], whole["losses"][SAVED:], rtol=tolerance, atol=0.0)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", ["zellige", pytest.param("zellige_fsdp2", marks=pytest.mark.slow)])
 def test_the_same_ranks_go_on_to_the_last_bit(
     strategy: str, whole: Callable[[str], Result], tmp_path: Path
 ) -> None:
@@ -63,6 +63,7 @@ def test_the_same_ranks_go_on_to_the_last_bit(
         assert np.array_equal(resumed["parameters"], whole(strategy)["parameters"])
 
 
+@pytest.mark.slow
 def test_sharding_changes_nothing_but_rounding(whole: Callable[[str], Result]) -> None:
     replicated, sharded = whole("zellige"), whole("zellige_fsdp2")
     assert sharded["steps"] == replicated["steps"]

@@ -16,6 +16,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 from torch._dynamo.eval_frame import OptimizedModule
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from zellige_lightning.engine.engine import CoalescedAttentionEngine
@@ -35,6 +36,23 @@ class _RecomputeHere(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> Tensor:
         ctx.saved_tensors  # noqa: B018 - unpacking is the purpose
         return dout
+
+
+class _GatherAndRecomputeHere(torch.autograd.Function):
+    """As `_RecomputeHere`, for a region that is a unit of FSDP2: its parameters are gathered first, as FSDP2
+    does where it meets the region's output, so that recomputing gathers nothing of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gather: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.save_for_backward(x.new_empty(0))
+        ctx.gather = gather
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None]:
+        ctx.gather(dout)
+        ctx.saved_tensors  # noqa: B018 - unpacking is the purpose
+        return dout, None
 
 
 def checkpoint(
@@ -61,7 +79,10 @@ def checkpoint(
     engine = engine or current_engine()
 
     def region(*inputs: Any) -> Tensor:
-        return _RecomputeHere.apply(function(*inputs))
+        out = function(*inputs)
+        if isinstance(function, FSDPModule):
+            return _GatherAndRecomputeHere.apply(out, function._get_fsdp_state()._pre_backward)
+        return _RecomputeHere.apply(out)
 
     options: dict[str, Any] = {}
     if engine is not None and not torch.compiler.is_compiling():
