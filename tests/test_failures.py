@@ -21,6 +21,7 @@ from tests.invariance.user_dit import UserDiT
 from zellige_lightning import lookahead
 from zellige_lightning.batch import RankBatch
 from zellige_lightning.errors import DataError, EngineError
+from zellige_lightning.fsdp2 import ZelligeFSDP2Strategy
 from zellige_lightning.mixin import CoalescedAttentionMixin
 from zellige_lightning.placement import ParallelConfig, PlacementOption, Sequence, build_schedule
 from zellige_lightning.sources import FieldSpec, Sample, SyntheticSource
@@ -111,7 +112,8 @@ def fit(rank: int, fault: str, faulty_rank: int, settings: dict[str, Any]) -> di
 
 def _fit(rank: int, fault: str, faulty_rank: int, settings: dict[str, Any]) -> None:
     torch.manual_seed(0)
-    strategy = ZelligeStrategy(timeout=timedelta(seconds=TIMEOUT_S), profiler={"repeats": 1}, **settings)
+    kind = ZelligeFSDP2Strategy if settings.pop("sharded", False) else ZelligeStrategy
+    strategy = kind(timeout=timedelta(seconds=TIMEOUT_S), profiler={"repeats": 1}, **settings)
     data = zellige_lightning.ZelligeDataModule(
         Data(Source(fault, faulty_rank, rank)), tokens_per_batch=600, video_token_share=0.6
     )
@@ -152,7 +154,15 @@ def failures_of(fault: str, faulty_rank: int, world: int = 2, **settings: Any) -
     ],
 )
 def test_a_failure_inside_a_step_reaches_every_rank(fault: str, text: str, faulty_rank: int) -> None:
-    failures = failures_of(fault, faulty_rank, world=3)
+    check_failures(failures_of(fault, faulty_rank, world=3), text, faulty_rank)
+
+
+def test_a_failure_inside_a_sharded_step_reaches_every_rank() -> None:
+    failures = failures_of("backward", 1, world=3, sharded=True)
+    check_failures(failures, "backward failed: ZeroDivisionError: a bug in somebody's backward", 1)
+
+
+def check_failures(failures: list[dict[str, Any]], text: str, faulty_rank: int) -> None:
     for failure in failures:
         assert failure["kind"] == "RankFailure"
         for part in (text, f"rank {faulty_rank}", "step 2"):

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -47,6 +48,7 @@ from zellige_lightning.profiler import HardwareProfiler, ProfilerConfig
 from zellige_lightning.registration import register
 from zellige_lightning.report.records import StepRecord
 from zellige_lightning.services import Services
+from zellige_lightning.sharded_checkpoint import is_sharded
 from zellige_lightning.sharding import materialize, without_moving
 from zellige_lightning.timing import StepTimer, record_of
 from zellige_lightning.trial import TrialStep
@@ -465,6 +467,14 @@ class ZelligeStrategy(PlacingStrategy, DDPStrategy):
         settings.setdefault("gradient_as_bucket_view", True)
         settings.setdefault(_NO_BUFFER_SYNC, False)
         super().__init__(**settings)
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        if is_sharded(Path(checkpoint_path)):
+            raise ConfigError(
+                f"checkpoint {Path(checkpoint_path).name!r} holds sharded parameters",
+                fix="go on with strategy=zellige_fsdp2, or make one file of it with zellige-export",
+            )
+        return super().load_checkpoint(checkpoint_path, *args, **kwargs)
 
     def setup(self, trainer: Trainer) -> None:
         if self._ddp_kwargs.get("static_graph") and accumulates(trainer):

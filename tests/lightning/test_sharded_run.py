@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -17,6 +19,7 @@ from tests.distributed import run_distributed, run_outcomes
 from tests.invariance.reference import WAN
 from tests.lightning.killed import Data
 from tests.lightning.test_exact import train
+from tests.lightning.test_resume import Stopped
 from tests.lightning.toy import (
     Toy,
     digest,
@@ -31,7 +34,7 @@ from tests.lightning.toy import (
 )
 from zellige_lightning import ZelligeDataModule, room, sharded_checkpoint
 from zellige_lightning.batch import RankBatch
-from zellige_lightning.errors import DataError
+from zellige_lightning.errors import ConfigError, DataError
 from zellige_lightning.recipes.wan21.config import WanConfig
 from zellige_lightning.recipes.wan21.export import main
 from zellige_lightning.recipes.wan21.module import WanModule
@@ -188,6 +191,45 @@ def test_saving_again_replaces_the_folder(copied: Path) -> None:
     run_distributed(saved, 1, str(copied), group=False)
     assert [file.name for file in copied.parent.iterdir()] == [copied.name]
     assert not list(copied.glob("__1_*")), "files of the checkpoint that was replaced are left"
+
+
+def crosswise(rank: int, sharded: str, folder: str) -> str:
+    """Train to a file under `zellige`; open that sharded, and then the folder unsharded."""
+    model_prices()
+    whole, file = make_toy(), f"{folder}/whole.ckpt"
+    trainer = make_trainer("zellige", limit_train_batches=1)
+    trainer.fit(whole, make_data())
+    trainer.save_checkpoint(file)
+    assert opened(rank, file) == digest(whole)
+    try:
+        make_trainer("zellige").fit(make_toy(), make_data(), ckpt_path=sharded)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_a_file_opens_sharded_and_a_folder_is_refused_unsharded(copied: Path, tmp_path: Path) -> None:
+    for text in run_distributed(crosswise, 2, str(copied), str(tmp_path), group=False):
+        assert "holds sharded parameters" in text and "zellige_fsdp2" in text
+
+
+def stopped(rank: int, folder: str) -> dict[str, Any]:
+    """Rank 1 is asked to stop in its second step."""
+    model_prices()
+    kept = OnExceptionCheckpoint(folder, filename="stopped")
+    trainer = make_trainer(NAME, callbacks=[kept], enable_checkpointing=True)
+    toy = make_toy(Stopped, stopped_rank=1, at=2, how="sigterm")
+    try:
+        trainer.fit(toy, make_data())
+    except SIGTERMException:
+        return {"steps": trainer.global_step}
+    return {"steps": None}
+
+
+def test_sigterm_stops_all_ranks_with_a_checkpoint(tmp_path: Path) -> None:
+    first, second = run_distributed(stopped, 2, str(tmp_path), group=False)
+    assert first == second and first["steps"] is not None and first["steps"] <= 4
+    assert len(set(run_distributed(opened, 2, str(tmp_path / "stopped.ckpt"), group=False))) == 1
 
 
 # ---- models that are built without memory ------------------------------------------------------------------
