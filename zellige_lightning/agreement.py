@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from zellige_lightning.errors import CollectiveError, ZelligeError, from_wire
 
@@ -55,6 +56,21 @@ class Agreement:
                 payload = torch.empty(int(size), dtype=torch.uint8)
             dist.broadcast(payload, source, group=self._group)
         return bytes(payload.tolist()).decode().rstrip("\0")
+
+    def exchange(self, sent: list[Tensor], sizes: list[int]) -> list[Tensor]:
+        """Bytes to each rank, for bytes from each.
+
+        Args:
+            sent: uint8, by receiving rank. sizes: of what comes, by sending rank.
+        """
+        if self._group is None:
+            return sent
+        received = torch.empty(sum(sizes), dtype=torch.uint8)
+        with _named("exchange of samples"):
+            dist.all_to_all_single(
+                received, torch.cat(sent), sizes, [len(part) for part in sent], group=self._group
+            )
+        return list(received.split(sizes))
 
     def raise_together(self, error: BaseException | None, report: Sequence[int] = ()) -> list[list[int]]:
         """Raise the error of the lowest failing rank on every rank, if any has one.

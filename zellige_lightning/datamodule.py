@@ -20,6 +20,7 @@ from zellige_lightning.lookahead import PendingStep
 from zellige_lightning.placement import Bucket, Catalog, GlobalBatch, Plan, whole
 from zellige_lightning.sources import DatasetSource, GlobalBatchSampler, Sample, TokenSource
 from zellige_lightning.sources.adaptive_load import AdaptiveLoad, AdaptiveLoadSampler
+from zellige_lightning.stream import StreamLoader, is_stream
 
 Tokenize = Callable[[Any], tuple[Mapping[str, Tensor], Mapping[str, Tensor]]]
 
@@ -41,7 +42,9 @@ class ZelligeDataModule(LightningDataModule):
         adaptive_load: AdaptiveLoad's sampler form, `{exponent, ranks}`: every rank's share of a batch is of
             one bucket, as many as its memory (`tokens_per_batch` over the ranks) and compute allow. The
             share of video tokens is then that of the samples.
-        describe: index of an item -> `Sample` (key and grid), without decoding it.
+        batches_per_epoch: global batches that count as an epoch of a stream (an `IterableDataset`, or a
+            `LanedStream`); None for anything else.
+        describe: index of an item -> `Sample` (key and grid), without decoding it; of a stream, the item.
         tokenize: item -> (token fields with one row per token, fields with one value per sequence).
     """
 
@@ -56,7 +59,8 @@ class ZelligeDataModule(LightningDataModule):
         seed: int = 0,
         loss_reduction: str = "sequence",
         adaptive_load: Mapping[str, Any] | None = None,
-        describe: Callable[[int], Sample] | None = None,
+        batches_per_epoch: int | None = None,
+        describe: Callable[[Any], Sample] | None = None,
         tokenize: Tokenize | None = None,
     ) -> None:
         super().__init__()
@@ -81,6 +85,7 @@ class ZelligeDataModule(LightningDataModule):
                 fix="set video_token_share=null, or adaptive_load=null",
             )
         self._describe, self._tokenize = describe, tokenize
+        self._batches_per_epoch = batches_per_epoch
         self._train_loader: GlobalBatchLoader | None = None
         self._handed_out = False
         # Lightning prefers a data module's hook to the model's, so it must only see those that are really
@@ -168,10 +173,40 @@ class ZelligeDataModule(LightningDataModule):
         return strategy
 
     def _loader(self, dataloaders: Any, *, training: bool) -> GlobalBatchLoader:
+        dataset = getattr(dataloaders, "dataset", dataloaders)
+        if is_stream(dataset):
+            return self._stream_loader(dataset, training)
         source = self._source(dataloaders)
         catalog = self._catalog or _catalog_of(source.samples)
         sampler = self._sampler(source, catalog, training)
         return GlobalBatchLoader(source, sampler, catalog, self._loss_reduction)
+
+    def _stream_loader(self, stream: Any, training: bool) -> StreamLoader:
+        if not training:
+            raise ConfigError(
+                f"{type(stream).__name__} is a stream, which cannot be evaluated",
+                fix="evaluate a map-style dataset: the same samples every time",
+            )
+        if self._describe is None or self._tokenize is None or self._catalog is None:
+            raise ConfigError(
+                f"{type(stream).__name__} is a stream: what it will bring is not known",
+                fix="give `catalog`, `describe` and `tokenize` (both of an item), and `batches_per_epoch`",
+            )
+        if self._batches_per_epoch is None or self._video_token_share is not None:
+            raise ConfigError(
+                f"a stream with batches_per_epoch={self._batches_per_epoch},"
+                f" video_token_share={self._video_token_share}",
+                fix="give the number, and no share: samples are taken as they come",
+            )
+        return StreamLoader(
+            stream,
+            self._catalog,
+            self._describe,
+            self._tokenize,
+            tokens_per_batch=self.tokens_per_batch,
+            batches_per_epoch=self._batches_per_epoch,
+            loss_reduction=self._loss_reduction,
+        )
 
     def _sampler(self, source: TokenSource, catalog: Catalog, training: bool) -> GlobalBatchSampler:
         budget, seed = self.tokens_per_batch, self._seed

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from zellige_lightning.placement import Bucket, Catalog, GlobalBatch
+from zellige_lightning.agreement import Agreement
+from zellige_lightning.placement import Bucket, Catalog, GlobalBatch, Plan
 from zellige_lightning.sources import GlobalBatchSampler, SyntheticSource, TokenSource
 
 
@@ -47,3 +48,13 @@ class GlobalBatchLoader:
         """See `GlobalBatchSampler.epoch_batches`; batches are numbered through all epochs."""
         first_step = epoch * min(limit, len(self))
         return self._sampler.epoch_batches(epoch, first_step, window, limit)
+
+    def drawn(self, batch: GlobalBatch, window: int, agreement: Agreement) -> GlobalBatch:
+        """The batch with its samples, which here are known from the start."""
+        return batch
+
+    def routed(
+        self, placed: Callable[[], list[tuple[GlobalBatch, Plan]]], agreement: Agreement
+    ) -> TokenSource:
+        """Where this rank reads what the plans give it: every rank reads all there is."""
+        return self.source

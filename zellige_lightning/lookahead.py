@@ -28,6 +28,7 @@ from zellige_lightning.placement import GlobalBatch, Plan
 from zellige_lightning.planner import Planner
 from zellige_lightning.planner.deferral import Deferred, carry, withhold
 from zellige_lightning.planner.precedent import Precedent
+from zellige_lightning.sources import TokenSource
 
 
 @dataclass
@@ -92,7 +93,7 @@ class StepPreparer:
             EngineError: a rank that holds another plan than the others, or a schedule that is not its plan's.
         """
         began = time.perf_counter()
-        batch = carry(batch, self.deferred)
+        batch = carry(loader.drawn(batch, accumulation, self._agreement), self.deferred)
         version = self._prices.at(batch.step)
         mine = [batch.digest, stamp(version, self.precedent), int(self._stop_requested())]
         reports = self._agreement.gather(mine)
@@ -137,10 +138,11 @@ class StepPreparer:
         self, loader: GlobalBatchLoader, batch: GlobalBatch, text: str, accumulation: int
     ) -> PlannedStep:
         """This rank's part of what rank 0 planned, once all have read theirs and hold the same plan."""
+        source = loader.routed(lambda: _placed(batch, json.loads(text)), self._agreement)
         error: Exception | None = None
         report: Rows[int] = NO_REPORT
         try:
-            step = self._read(loader, batch, text, accumulation)
+            step = self._read(loader, source, batch, text, accumulation)
             report = report_of(batch.step, step.waves, self._agreement.rank)
         except Exception as caught:
             error = caught
@@ -150,24 +152,30 @@ class StepPreparer:
         return step
 
     def _read(
-        self, loader: GlobalBatchLoader, batch: GlobalBatch, text: str, accumulation: int
+        self,
+        loader: GlobalBatchLoader,
+        source: TokenSource,
+        batch: GlobalBatch,
+        text: str,
+        accumulation: int,
     ) -> PlannedStep:
         try:
             shared = json.loads(text)
+            placed = _placed(batch, shared)
             batch, deferred = withhold(batch, shared["waiting"])
             if shared["report"]:
                 rank_zero_info(shared["report"])
             waves = [
                 materialize(
-                    batch.part(tuple(members)),
-                    Plan.from_json(plan),
+                    part,
+                    plan,
                     self._agreement.rank,
-                    loader.source,
+                    source,
                     accumulation=accumulation,
                     loss_reduction=loader.loss_reduction,
                     pad=True,
                 )
-                for members, plan in shared["waves"]
+                for part, plan in placed
             ]
             return PlannedStep(batch, waves, hit_rate=shared["hit_rate"], deferred=deferred)
         except ZelligeError as error:
@@ -195,6 +203,12 @@ def _disagreement(reports: list[list[int]]) -> ZelligeError | None:
             fix="resume all ranks from the same checkpoint, or set planner.online=off",
         )
     return None
+
+
+def _placed(batch: GlobalBatch, shared: dict[str, Any]) -> list[tuple[GlobalBatch, Plan]]:
+    """The parts of a batch with their plans, as rank 0 told them."""
+    trained, _ = withhold(batch, shared["waiting"])
+    return [(trained.part(tuple(members)), Plan.from_json(plan)) for members, plan in shared["waves"]]
 
 
 class PendingStep:
