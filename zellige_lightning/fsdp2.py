@@ -3,12 +3,14 @@ that do not fit on one device."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -54,6 +56,7 @@ class ShardedStrategy(ModelParallelStrategy):
         self._template_layers, self._blocked = 2, False
 
     def setup_environment(self) -> None:
+        order_communicators(self.root_device)
         self._setup_distributed()
         # One axis over the default group: Lightning's mesh of two makes a group of one for each rank.
         self._device_mesh = init_device_mesh(
@@ -137,6 +140,20 @@ class ShardedStrategy(ModelParallelStrategy):
         if path.is_dir():
             verify(path)
         return super().load_checkpoint(path, weights_only)
+
+
+def order_communicators(device: torch.device) -> None:
+    """Let NCCL run collectives in the order in which the host asks for them, which is the same on all ranks.
+    FSDP2 gathers on streams of its own while the engine exchanges over other communicators; ranks that ran
+    them in different orders could wait for each other for ever."""
+    if device.type != "cuda":
+        return
+    os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+    if torch.cuda.nccl.version() < (2, 26):
+        rank_zero_warn(
+            f"NCCL {torch.cuda.nccl.version()} cannot order collectives of several communicators; 2.26 and"
+            " later can. If ranks wait for each other, planner.max_degree=1 leaves one communicator."
+        )
 
 
 class ZelligeFSDP2Strategy(PlacingStrategy, ShardedStrategy):  # type: ignore[misc]

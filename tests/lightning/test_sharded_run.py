@@ -3,6 +3,7 @@ built without memory."""
 
 from __future__ import annotations
 
+import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from tests.lightning.toy import (
 from zellige_lightning import ZelligeDataModule, room, sharded_checkpoint
 from zellige_lightning.batch import RankBatch
 from zellige_lightning.errors import ConfigError, DataError
+from zellige_lightning.fsdp2 import order_communicators
 from zellige_lightning.recipes.wan21.config import WanConfig
 from zellige_lightning.recipes.wan21.export import main
 from zellige_lightning.recipes.wan21.module import WanModule
@@ -90,6 +92,16 @@ def through_forward(rank: int) -> dict[str, list[float]]:
 def test_a_module_that_calls_itself_trains_alike() -> None:
     first, second = run_distributed(through_forward, 2, group=False)
     assert first == second and largest_difference(first["zellige"], first[NAME]) < 1e-6
+
+
+def test_collectives_are_ordered_where_nccl_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 21, 5))
+    order_communicators(torch.device("cpu"))
+    assert "NCCL_LAUNCH_ORDER_IMPLICIT" not in os.environ
+    with pytest.warns(UserWarning, match=r"NCCL \(2, 21, 5\) cannot order"):
+        order_communicators(torch.device("cuda"))
+    assert os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] == "1"
 
 
 # ---- checkpoints -------------------------------------------------------------------------------------------
