@@ -24,7 +24,7 @@ from zellige_lightning.errors import ConfigError
 from zellige_lightning.memory_budget import usable_bytes
 from zellige_lightning.mixin import CoalescedAttentionMixin
 from zellige_lightning.registration import register
-from zellige_lightning.sharded_checkpoint import save_sharded, verify
+from zellige_lightning.sharded_checkpoint import holds_shards, save_sharded, verify
 from zellige_lightning.sharding import shard, trained_bytes
 from zellige_lightning.strategy import PlacingStrategy
 from zellige_lightning.trial import template_of
@@ -130,7 +130,8 @@ class ShardedStrategy(ModelParallelStrategy):
     ) -> None:
         if storage_options is not None:
             raise ConfigError("storage_options for a sharded checkpoint", fix="leave them out")
-        tensors = {"state_dict": checkpoint.pop("state_dict")}
+        sharded = [name for name, state in checkpoint.items() if name == "state_dict" or holds_shards(state)]
+        tensors = {name: checkpoint.pop(name) for name in sharded}
         for number, state in enumerate(checkpoint.pop("optimizer_states", [])):
             tensors[f"optimizer_{number}"] = state
         save_sharded(tensors, checkpoint, Path(self.broadcast(filepath)))

@@ -84,7 +84,7 @@ def memory_budget(
 
 
 def usable_bytes(device: torch.device, num_local_ranks: int) -> int:
-    """What torch may take on one rank: most of what is free on its device, or its part of the host's memory."""
+    """What torch may take on one rank: most of what its device has free, or its part of the host's memory."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(_DEVICE_SHARE * (free + torch.cuda.memory_reserved(device)))

@@ -22,11 +22,11 @@ import torch.distributed.checkpoint as dcp
 from lightning.fabric.utilities.load import _METADATA_FILENAME as PLAIN_STATES
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 
 from zellige_lightning.errors import DataError
 
 CHECKSUMS = "checksums.json"
-_TENSORS = "state_dict."  # prefix of the parameters among all tensors
 _BLOCK = 1 << 22  # bytes that are read at a time
 
 
@@ -64,6 +64,11 @@ def verify(path: Path) -> None:
         )
 
 
+def holds_shards(state: Any) -> bool:
+    """Whether an entry of a checkpoint is a mapping of sharded tensors, such as a running average."""
+    return isinstance(state, Mapping) and any(isinstance(value, DTensor) for value in state.values())
+
+
 def is_sharded(path: Path) -> bool:
     """Whether a checkpoint is a folder of this kind."""
     return (path / PLAIN_STATES).is_file() and (path / ".metadata").is_file()
@@ -86,14 +91,17 @@ class StoredTensor:
 
 
 class ShardedTensors(Mapping[str, StoredTensor]):
-    """The parameters of a checkpoint folder by name. Needs no process group, and memory for one at a time.
+    """The tensors of a checkpoint folder by name. Needs no process group, and memory for one at a time.
+
+    Args:
+        entry: of the checkpoint; without any such, there is no tensor.
 
     Raises:
         DataError: no such folder, or one that is damaged.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._reader = _SafeReader(path)
+    def __init__(self, path: Path, entry: str = "state_dict") -> None:
+        self._reader, prefix = _SafeReader(path), f"{entry}."
         try:
             described = self._reader.read_metadata().state_dict_metadata
         except (OSError, pickle.UnpicklingError, EOFError, AttributeError) as error:
@@ -101,9 +109,9 @@ class ShardedTensors(Mapping[str, StoredTensor]):
                 f"checkpoint {path.name!r} cannot be read: {error}", fix="use an intact checkpoint"
             ) from error
         self._stored = {
-            name.removeprefix(_TENSORS): StoredTensor(name, entry, self._reader)
-            for name, entry in described.items()
-            if name.startswith(_TENSORS) and isinstance(entry, TensorStorageMetadata)
+            name.removeprefix(prefix): StoredTensor(name, kind, self._reader)
+            for name, kind in described.items()
+            if name.startswith(prefix) and isinstance(kind, TensorStorageMetadata)
         }
 
     def __getitem__(self, name: str) -> StoredTensor:

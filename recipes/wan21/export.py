@@ -34,7 +34,8 @@ def read_checkpoint(path: Path, *, unsafe_pickle: bool = False) -> Mapping[str, 
     """
     if is_sharded(path):
         verify(path)
-        return {"state_dict": ShardedTensors(path)}
+        entries = {name: ShardedTensors(path, name) for name in ("state_dict", "current_model_state")}
+        return {name: tensors for name, tensors in entries.items() if tensors}
     if not path.is_file():
         raise DataError(
             f"checkpoint {path.name!r} is {'some other folder' if path.is_dir() else 'no file'}",

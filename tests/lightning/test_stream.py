@@ -102,7 +102,7 @@ def train(rank: int, kind: str, settings: dict[str, Any], folder: str, resume: b
 def test_a_stream_trains_exactly_and_alike_on_any_number_of_ranks(kind: str, tmp_path: Path) -> None:
     runs = {
         world: run_distributed(train, world, kind, {"max_epochs": 3}, str(tmp_path), False, group=False)
-        for world in (1, 2, 3)
+        for world in (1, 3)
     }
     batches = runs[1][0]["batches"]
     keys = [key for batch in batches for key, _ in batch]
