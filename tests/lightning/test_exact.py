@@ -44,7 +44,7 @@ def train(rank: int, settings: dict[str, Any]) -> dict[str, Any]:
     schedule, planner = settings.pop("schedule", None), settings.pop("planner", None)
     data = make_data(**settings.pop("data", {}))
     callbacks = [losses, *([GradientAccumulationScheduler(schedule)] if schedule else [])]
-    strategy = ZelligeStrategy(planner=planner)
+    strategy = settings.pop("strategy", None) or ZelligeStrategy(planner=planner)
     trainer, toy = make_trainer(strategy, callbacks=callbacks, **settings), make_toy()
     trainer.fit(toy, data)
     records = callback_of(trainer, MakespanMonitor).records
