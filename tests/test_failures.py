@@ -128,6 +128,9 @@ def _fit(rank: int, fault: str, faulty_rank: int, settings: dict[str, Any]) -> N
 
 def _break_planner() -> None:
     class Broken:
+        def use(self, *prices: Any) -> None:
+            """Its plans depend on nothing."""
+
         def plan_ladder(self, batch: Any, carried: Any) -> Any:
             raise IndexError("a bug in somebody's planner")
 

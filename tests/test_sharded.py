@@ -81,6 +81,9 @@ class Placer:
     def __init__(self, case: Case, world: int) -> None:
         self._case, self._world = case, world
 
+    def use(self, *prices: Any) -> None:
+        """Its plans depend on the batch alone."""
+
     def plan_ladder(self, batch: GlobalBatch, carried: Any = ()) -> PlannedBatch:
         rng = random.Random(batch.step)
         order = rng.sample(range(len(batch.sequences)), len(batch.sequences))

@@ -74,6 +74,9 @@ class WavePlanner:
     def __init__(self, num_waves: int, world: int) -> None:
         self._num_waves, self._world = num_waves, world
 
+    def use(self, *prices: Any) -> None:
+        """Its plans depend on the batch alone."""
+
     def plan_ladder(self, batch: GlobalBatch, carried: Any = ()) -> PlannedBatch:
         rng = random.Random(batch.step)
         order = rng.sample(range(len(batch.sequences)), len(batch.sequences))
