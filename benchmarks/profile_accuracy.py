@@ -55,7 +55,7 @@ def main() -> None:
             "profile": json.loads(found["profile"]),
             "plan_rows": [asdict(row) for row in rows],
         }
-        Path(options.json).write_text(json.dumps(document, indent=1), encoding="utf-8")
+        Path(options.json).write_text(json.dumps(document), encoding="utf-8")
     text = report(rows, numbers, found, clock, options.ranks, settings)
     if options.report:
         Path(options.report).write_text(text, encoding="utf-8")

@@ -68,7 +68,7 @@ def fit(
         return measure(*args)
 
     preparation.measure_table = counted
-    strategy = ZelligeStrategy(profiler={"profile_path": path, "repeats": 1}, engine=engine)
+    strategy = ZelligeStrategy(profiler={"profile_path": path, "repeats": 1, "mixed_plans": 2}, engine=engine)
     trainer = make_trainer(strategy, limit_train_batches=3, **settings)
     toy = make_toy(NoisyToy, layers=layers)
     trainer.fit(toy, make_data())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.planner.toys import BUCKETS, batch, planner, table
@@ -30,6 +32,18 @@ def test_a_profile_has_a_column_for_each_configuration() -> None:
     text = profile_table(table(2))
     assert text.columns == ("bucket", "(1,1,1)", "(1,1,2)", "(1,2,1)", "(2,1,1)")
     assert all(len(row) == 5 and "-" not in row[1:] for row in text.rows)
+
+
+def test_prices_that_were_not_measured_are_marked() -> None:
+    prices = table(2)
+    missing = ("v480", prices.classes[-1][0], "node")
+    shown = profile_table(replace(prices, interpolated=frozenset({missing})))
+    marked = [(row[0], cell) for row in shown.rows for cell in row[1:] if cell.startswith("~")]
+    assert [name for name, _ in marked] == ["v480"]
+    assert "~ 1 interpolated" in shown.note
+    whole = replace(prices, interpolated=frozenset({("v480", prices.classes[0][0], "node")}))
+    rows = bucket_table(whole, CatalogCut.of_table(whole)).rows
+    assert [row[6] for row in rows] == ["measured", "measured", "interpolated", "measured"]
 
 
 def test_predicted_and_measured_stand_side_by_side() -> None:
