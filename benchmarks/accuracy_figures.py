@@ -159,8 +159,9 @@ def repeat_noise_pct(rows: Sequence[Row], clock: str = "wall") -> float:
         times = row.wall_s if clock == "wall" else row.cpu_s
         alone = [time for time, was in zip(times, row.disturbed, strict=True) if not was]
         repeats = alone if len(alone) > 1 else list(times)
-        pairs.append(abs(median(repeats[::2]) / median(repeats[1::2]) - 1.0))
-    return 100.0 * mean(pairs)
+        if len(repeats) > 1:
+            pairs.append(abs(median(repeats[::2]) / median(repeats[1::2]) - 1.0))
+    return 100.0 * mean(pairs) if pairs else 0.0
 
 
 def figures(rows: Sequence[Row], profiling_seconds: float, clock: str = "wall") -> dict[str, float]:

@@ -95,7 +95,7 @@ class _Accuracy(_Ranks):
         tables = self._tables()
         profiling_s = time.perf_counter() - began
         memory = self._memory()
-        trials = [trial for case in self.cases for trial in self._trials(case, tables["wall"], memory)]
+        trials = [trial for case in self.cases for trial in self._trials(case, tables, memory)]
         self.router.attention = self.engine
         known = [trial for trial in trials if not is_held_out(trial.number)]
         held = [trial for trial in trials if is_held_out(trial.number)]
@@ -149,17 +149,25 @@ class _Accuracy(_Ranks):
             measure_geometry(self.module, self.router, self.trial, shape, configs=self.configs)
         )
 
-    def _trials(self, case: Case, table: ProfileTable, memory: MemoryModel) -> list[Trial]:
-        """The case's candidates and what the planner makes of its batch."""
+    def _trials(self, case: Case, tables: dict[str, ProfileTable], memory: MemoryModel) -> list[Trial]:
+        """The case's candidates and what the planner makes of its batch; without those that use an option
+        which a short profiling budget has not reached."""
         config = PlannerConfig(name="exact", family="contiguous")
-        planner = make_planner(config, table, memory, self.topology, HEADS, NO_CAP_MIB)
+        planner = make_planner(config, tables["wall"], memory, self.topology, HEADS, NO_CAP_MIB)
         ours = Candidate("exact", planner.plan(case.batch).options)
         known = {candidate.options for candidate in case.candidates}
-        candidates = [*case.candidates, *([ours] if ours.options not in known else [])]
+        wanted = [*case.candidates, *([ours] if ours.options not in known else [])]
+        candidates = [c for c in wanted if all(self._is_priced(case, c, t) for t in tables.values())]
         return [
             Trial(case.batch.step, c.kind, c.options, self._materialize(case.batch, c.options))
             for c in candidates
         ]
+
+    def _is_priced(self, case: Case, candidate: Candidate, table: ProfileTable) -> bool:
+        pairs = zip(case.batch.sequences, candidate.options, strict=True)
+        return all(
+            table.price_us(s.bucket, o.config, self.topology.class_of(o.ranks)) is not None for s, o in pairs
+        )
 
     def _materialize(self, batch: GlobalBatch, options: Options) -> RankBatch:
         nothing = (0,) * self.world

@@ -26,7 +26,7 @@ from ranks import machine, run_on_ranks
 
 FULL = Settings(num_batches=18, plans_per_batch=7, repeats=5, profiler_repeats=5, profiler_budget_s=60.0)
 QUICK = Settings(num_batches=10, plans_per_batch=5, repeats=5, profiler_repeats=4, profiler_budget_s=45.0)
-SMOKE = Settings(num_batches=6, plans_per_batch=4, repeats=2, profiler_repeats=2, profiler_budget_s=10.0)
+SMOKE = Settings(num_batches=4, plans_per_batch=2, repeats=2, profiler_repeats=1, profiler_budget_s=5.0)
 
 
 def main() -> None:

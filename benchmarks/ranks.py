@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import date, timedelta
 from pathlib import Path
+from queue import Empty
 from typing import Any
 
 import torch
@@ -69,10 +70,26 @@ def run_on_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> l
     ]
     for process in processes:
         process.start()
-    gathered = dict(results.get(timeout=1800) for _ in processes)
+    gathered = dict(_next(results, processes) for _ in processes)
     for process in processes:
         process.join()
     return [gathered[rank] for rank in range(world_size)]
+
+
+def _next(results: Any, processes: list[Any]) -> tuple[int, Any]:
+    """What the next rank returns.
+
+    Raises:
+        RuntimeError: a rank failed, and has said why, or none returns within half an hour.
+    """
+    for _ in range(1800):
+        try:
+            found: tuple[int, Any] = results.get(timeout=1.0)
+            return found
+        except Empty:
+            if any(process.exitcode not in (None, 0) for process in processes):
+                raise RuntimeError("a rank has failed: its message stands above") from None
+    raise RuntimeError("the ranks did not end")
 
 
 def _main(
