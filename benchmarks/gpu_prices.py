@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from gpu_common import Setup, elapsed_ms, free_bytes, rounded
-from gpu_flops import executed_layer_flops
 from gpu_layer import PackedLayer
 
 from zellige_lightning.placement import Bucket, ParallelConfig
 from zellige_lightning.planner import ProfileTable
+from zellige_lightning.recipes.wan21.flops import executed_layer_flops
 from zellige_lightning.simulator.constants import LATENT_FRAMES, ROWS_COLUMNS, image, video
 
 PACK_TOKENS = 16_384  # images are timed several at a time, as they run

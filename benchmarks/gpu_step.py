@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from gpu_common import Setup, elapsed_ms, free_bytes, rounded
-from gpu_flops import executed_flops, model_flops
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 
 from zellige_lightning.batch import RankBatch
@@ -19,6 +18,7 @@ from zellige_lightning.engine.routing import engine_of_step
 from zellige_lightning.geometry import held_and_peak, measure_geometry
 from zellige_lightning.placement import Bucket, GlobalBatch, ParallelConfig
 from zellige_lightning.planner import MemoryModel
+from zellige_lightning.recipes.wan21.flops import executed_flops, model_flops
 from zellige_lightning.recipes.wan21.module import WanModule
 from zellige_lightning.simulator.constants import image
 from zellige_lightning.sources import FieldSpec, SyntheticSource

@@ -20,6 +20,7 @@ from zellige_lightning.errors import ConfigError
 from zellige_lightning.instantiate import instantiate, instantiate_all
 from zellige_lightning.monitor import MakespanMonitor
 from zellige_lightning.placement import Topology
+from zellige_lightning.recipes.forecast import forecast
 from zellige_lightning.recipes.wan21.demo_data import DemoDataModule
 from zellige_lightning.recipes.wan21.module import WanModule
 from zellige_lightning.recipes.wan21.sample import save_samples
@@ -39,6 +40,8 @@ def train(config: DictConfig) -> dict[str, Any]:
     for group in ("model", "data"):
         if config.get(group) is None:
             raise ConfigError(f"no {group} was chosen", fix="add recipe=demo, or see `zellige-train --help`")
+    if config.dry_run:
+        return forecast(config)
     logging.getLogger("lightning").handlers.clear()  # Hydra's own handler shows these messages already
     seed_everything(config.seed, workers=True, verbose=False)
     callbacks, loggers = (
@@ -66,9 +69,10 @@ def train(config: DictConfig) -> dict[str, Any]:
 def evaluation(
     trainer: Trainer, module: LightningModule, data: LightningDataModule, when: str
 ) -> dict[str, float]:
-    """The validation losses, `val_loss_image` as `image_loss_before` and so on."""
+    """The validation losses of images and videos, `val_loss_image` as `image_loss_before` and so on."""
     (losses,) = trainer.validate(module, datamodule=data, verbose=False)
-    return {f"{name.removeprefix('val_loss_')}_loss_{when}": loss for name, loss in losses.items()}
+    kinds = {kind: losses.get(f"val_loss_{kind}") for kind in ("image", "video")}
+    return {f"{kind}_loss_{when}": loss for kind, loss in kinds.items() if loss is not None}
 
 
 def report(trainer: Trainer, module: LightningModule, data: LightningDataModule) -> dict[str, float]:

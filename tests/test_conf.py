@@ -74,18 +74,57 @@ def field_defaults(cls: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("option", OPTIONS)
 def test_every_option_composes(option: str) -> None:
     group, name = option.split("/")
-    assert composed(f"{group}={name}")[group if group != "recipe" else "model"] is not None
+    recipe = ["recipe=wan21_1_3b"] if group == "stage" else []  # a stage is one of a recipe
+    node = "model" if group in ("recipe", "stage") else group
+    assert composed(*recipe, f"{group}={name}")[node] is not None
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_every_target_of_a_recipe_exists_and_has_its_settings(recipe: str) -> None:
-    config = composed(f"recipe={recipe}", "data.datamodule.folder=x" if recipe != "demo" else "seed=1")
+STAGES = sorted(path.stem for path in (CONF / "stage").glob("*.yaml"))
+TRAININGS = [(recipe,) for recipe in RECIPES] + [
+    (recipe, f"stage={stage}") for recipe in RECIPES if recipe != "demo" for stage in STAGES
+]
+
+
+@pytest.mark.parametrize("training", TRAININGS, ids=" ".join)
+def test_every_target_of_a_recipe_exists_and_has_its_settings(training: tuple[str, ...]) -> None:
+    recipe, *stage = training
+    config = composed(
+        f"recipe={recipe}", *stage, "data.datamodule.folder=x" if recipe != "demo" else "seed=1"
+    )
     groups = {
         name: config[name] for name in config if isinstance(config[name], DictConfig) and name != "hydra"
     }
     for name, node in groups.items():
         check_targets(resolved(node, name), name)
     assert len(groups) >= 10
+
+
+def test_a_logger_whose_package_is_missing_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(self: object, **settings: Any) -> None:
+        assert settings["project"] == "zellige"
+        raise ModuleNotFoundError("No module named 'wandb'")
+
+    monkeypatch.setattr("lightning.pytorch.loggers.WandbLogger.__init__", missing)
+    node = composed("recipe=demo", "logger=wandb").logger.wandb
+    with pytest.raises(ConfigError, match=r"logger.wandb needs a package .* 'wandb'"):
+        instantiate(node, "logger.wandb")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_stage_has_shapes_rate_and_length_of_its_own(stage: str) -> None:
+    plain_recipe, staged = composed("recipe=wan21_14b"), composed("recipe=wan21_14b", f"stage={stage}")
+    assert staged.catalog.buckets != plain_recipe.catalog.buckets
+    assert staged.model.decay_steps == staged.trainer.max_steps != plain_recipe.trainer.max_steps
+    assert staged.model.model == "wan21_14b"
+    resolution = stage.replace("256px", "256p")
+    assert all(resolution in name for name in list(staged.catalog.buckets)[-3:])
+
+
+def test_objectives_reach_the_model() -> None:
+    for objective, times in (("default", "logit_normal"), ("diffsynth", "steps")):
+        node = composed("recipe=demo", f"objective={objective}", "+objective.bucket_shifts.image=1.5").model
+        flow = instantiate(node, "model").flow
+        assert (flow.times, flow.bucket_shifts) == (times, {"image": 1.5})
 
 
 def test_the_demo_instantiates() -> None:
@@ -147,7 +186,7 @@ def test_nodes_equal_the_defaults_in_python() -> None:
     expected = python_defaults(WanModule)
     del expected["flow"]
     assert model == expected
-    flow = {name: value for name, value in plain(config.model.flow).items() if name != "_target_"}
+    flow = {name: value for name, value in plain(config.objective).items() if name != "_target_"}
     assert flow == field_defaults(FlowMatching) | {"seed": "${seed}"}
     for name in ("loss_reduction", "adaptive_load"):
         assert config.data[name] == python_defaults(ZelligeDataModule)[name]

@@ -75,6 +75,10 @@ class OnlinePrices:
         self._seen = self._changes = 0
         self._usual: int | None = None  # error before an alarm, per mille; None while there is none
 
+    def as_measured(self) -> OnlinePrices:
+        """Prices that nothing corrects, for what is not trained on."""
+        return OnlinePrices(self._versions[0].table, self._topology, self._agreement, None)
+
     @property
     def corrects(self) -> bool:
         return self._warmup is not None

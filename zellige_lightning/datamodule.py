@@ -15,6 +15,7 @@ from torch import Tensor
 
 from zellige_lightning.batch import RankBatch, materialize
 from zellige_lightning.errors import ConfigError, DataError
+from zellige_lightning.evaluation import EvaluationWave, PlannedEvaluationLoader
 from zellige_lightning.loader import GlobalBatchLoader
 from zellige_lightning.lookahead import PendingStep
 from zellige_lightning.placement import Bucket, Catalog, GlobalBatch, Plan, whole
@@ -42,6 +43,9 @@ class ZelligeDataModule(LightningDataModule):
         adaptive_load: AdaptiveLoad's sampler form, `{exponent, ranks}`: every rank's share of a batch is of
             one bucket, as many as its memory (`tokens_per_batch` over the ranks) and compute allow. The
             share of video tokens is then that of the samples.
+        plan_evaluation: place the sequences of validation, test and prediction by plan as well, so that what
+            does not fit on one rank is split. Otherwise they run whole and nothing is planned or profiled for
+            them.
         batches_per_epoch: global batches that count as an epoch of a stream (an `IterableDataset`, or a
             `LanedStream`); None for anything else.
         describe: index of an item -> `Sample` (key and grid), without decoding it; of a stream, the item.
@@ -60,6 +64,7 @@ class ZelligeDataModule(LightningDataModule):
         loss_reduction: str = "sequence",
         adaptive_load: Mapping[str, Any] | None = None,
         batches_per_epoch: int | None = None,
+        plan_evaluation: bool = False,
         describe: Callable[[Any], Sample] | None = None,
         tokenize: Tokenize | None = None,
     ) -> None:
@@ -84,6 +89,7 @@ class ZelligeDataModule(LightningDataModule):
                 "adaptive_load draws videos and images as there are, so video_token_share cannot hold",
                 fix="set video_token_share=null, or adaptive_load=null",
             )
+        self._plan_evaluation = plan_evaluation
         self._describe, self._tokenize = describe, tokenize
         self._batches_per_epoch = batches_per_epoch
         self._train_loader: GlobalBatchLoader | None = None
@@ -148,7 +154,7 @@ class ZelligeDataModule(LightningDataModule):
         """A planned batch becomes this rank's `RankBatch`; anything else passes as it came."""
         if isinstance(batch, PendingStep):
             batch = self._strategy().take(batch)
-        elif isinstance(batch, LocalStep):
+        elif isinstance(batch, LocalStep | EvaluationWave):
             batch = batch.read(self.trainer.precision_plugin if self.trainer is not None else Precision())
         elif isinstance(batch, GlobalBatch):
             raise ConfigError(
@@ -235,7 +241,7 @@ class ZelligeDataModule(LightningDataModule):
         )
 
     def _evaluation(self, dataloaders: Callable[[], Any]) -> Any:
-        """Whole sequences, dealt to the ranks."""
+        """Whole sequences, dealt to the ranks, or planned ones."""
         try:
             inner = dataloaders()
         except MisconfigurationException:  # the wrapped module has none of that kind
@@ -244,7 +250,10 @@ class ZelligeDataModule(LightningDataModule):
             return [self._share(loader) for loader in inner]
         return [] if inner is None else self._share(inner)
 
-    def _share(self, dataloader: Any) -> EvaluationLoader:
+    def _share(self, dataloader: Any) -> EvaluationLoader | PlannedEvaluationLoader:
+        if self._plan_evaluation and self.trainer is not None:
+            self._strategy()  # must be one that plans
+            return PlannedEvaluationLoader(self._loader(dataloader, training=False))
         rank, world_size = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
         return EvaluationLoader(self._loader(dataloader, training=False), rank, world_size)
 

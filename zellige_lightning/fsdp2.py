@@ -175,6 +175,9 @@ class ZelligeFSDP2Strategy(PlacingStrategy, ShardedStrategy):  # type: ignore[mi
         kept = several and self.world_size > 1 and self.keeps_gradients
         return trained_bytes(self._trainer.lightning_module) if kept else 0
 
+    def _call(self, method: str, *args: Any) -> Any:
+        return self._through_root(method, *args)
+
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, *args: Any, **kwargs: Any) -> None:
         if self._alone:
             rank_zero_warn("no checkpoint is saved: other ranks hold parts of it, and have stopped")

@@ -131,4 +131,10 @@ def _build(value: Any, where: str) -> Any:
         inspect.signature(function).bind(**arguments)
     except TypeError as error:
         raise ConfigError(f"{where}: {error}", fix=f"add {where}.<name>=<value>") from None
-    return function(**arguments)
+    try:
+        return function(**arguments)
+    except ModuleNotFoundError as error:  # loggers need packages of their own
+        raise ConfigError(
+            f"{where} needs a package that is not installed: {error}",
+            fix="install it, or choose another option",
+        ) from error

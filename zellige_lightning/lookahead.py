@@ -67,6 +67,9 @@ class StepPreparer:
 
     Errors are agreed: whatever fails on one rank while planning or reading is raised on all, before the step.
 
+    Args:
+        apart: make every wave a batch of its own, for means that are not added up over waves.
+
     Attributes:
         deferred: (key, bucket) of what waits for the next batch; a resumed run sets it before its first.
         precedent: where the last batch was placed; likewise.
@@ -78,9 +81,10 @@ class StepPreparer:
         planner: Planner,
         stop_requested: Callable[[], bool],
         prices: OnlinePrices,
+        apart: bool = False,
     ) -> None:
         self._agreement, self._planner, self._stop_requested = agreement, planner, stop_requested
-        self._prices = prices
+        self._prices, self._apart = prices, apart
         self.deferred: tuple[Deferred, ...] = ()
         self.precedent = Precedent()
 
@@ -167,7 +171,7 @@ class StepPreparer:
                 rank_zero_info(shared["report"])
             waves = [
                 materialize(
-                    part,
+                    part.alone() if self._apart else part,
                     plan,
                     self._agreement.rank,
                     source,

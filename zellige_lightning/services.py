@@ -60,6 +60,7 @@ class Services:
         self._agreed: list[Agreed] = []  # of the waves of the current step that have not begun
         self._prices: OnlinePrices | None = None
         self.measure_again: Callable[[], ProfileTable] | None = None
+        self._evaluation_preparer: StepPreparer | None = None
 
     @property
     def preparer_ready(self) -> bool:
@@ -71,6 +72,12 @@ class Services:
         return self._preparer
 
     @property
+    def evaluation_preparer(self) -> StepPreparer:
+        """For the main thread, while the background thread may be preparing the next training step."""
+        assert self._evaluation_preparer is not None, "planning is not prepared"
+        return self._evaluation_preparer
+
+    @property
     def prices(self) -> OnlinePrices:
         assert self._prices is not None, "planning is not prepared"
         return self._prices
@@ -79,6 +86,9 @@ class Services:
         """Plan with `planner` at `prices` from now on, in the background thread's own groups."""
         self._prices = prices
         self._preparer = StepPreparer(self._background_agreement, planner, stop_requested, prices)
+        self._evaluation_preparer = StepPreparer(
+            self.agreement, planner.for_evaluation(), lambda: False, prices.as_measured(), apart=True
+        )
 
     def topology(self, ranks_per_node: int | None) -> Topology:
         """What the ranks see of their machines, see `detect_topology`."""

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -26,10 +27,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zellige_lightning.accumulation import accumulates, window_in
 from zellige_lightning.batch import RankBatch
+from zellige_lightning.checkpoint_io import DurableCheckpointIO
 from zellige_lightning.correction import OnlinePrices, observation_of, precedent_in, saved
 from zellige_lightning.datamodule import ZelligeDataModule
 from zellige_lightning.engine_config import EngineConfig
 from zellige_lightning.errors import ConfigError
+from zellige_lightning.evaluation import PlannedEvaluationLoader
 from zellige_lightning.failures import connections
 from zellige_lightning.guard import launcher_for
 from zellige_lightning.hydra_settings import settings_from_hydra
@@ -38,6 +41,7 @@ from zellige_lightning.lookahead import LookaheadLoader, PendingStep, PlannedSte
 from zellige_lightning.memory_budget import require_room
 from zellige_lightning.mixin import CoalescedAttentionMixin
 from zellige_lightning.monitor import MakespanMonitor
+from zellige_lightning.placement import GlobalBatch
 from zellige_lightning.planner import PlannerConfig, ProfileTable
 from zellige_lightning.planner.deferral import Deferred
 from zellige_lightning.planner.precedent import Precedent
@@ -170,6 +174,9 @@ class PlacingStrategy(_Processes):
         """A planned loader gets its look-ahead; any other one trains whole, as plain data parallelism."""
         if isinstance(dataloader, GlobalBatchLoader):
             return self._look_ahead(dataloader)
+        if isinstance(dataloader, PlannedEvaluationLoader):
+            dataloader.plan = self.plan_evaluation
+            return dataloader
         trainer = self.lightning_module.trainer if self.lightning_module is not None else None
         training = trainer is not None and trainer.state.fn == TrainerFn.FITTING and trainer.training
         if training and not self._warned_unplanned:
@@ -239,6 +246,28 @@ class PlacingStrategy(_Processes):
     def _kept_gradient_bytes(self) -> int:
         """Of gradients that outlive a backward besides those that the optimizer sees."""
         return 0
+
+    def plan_evaluation(self, loader: GlobalBatchLoader, batch: GlobalBatch) -> list[RankBatch]:
+        """This rank's part of each wave of a batch that is not trained on. A collective of the main thread.
+
+        Raises:
+            ZelligeError: planning or reading failed on some rank; the same error on all ranks.
+        """
+        self.prepare_planning()
+        return self.services.evaluation_preparer.prepare(loader, batch, accumulation=1).waves
+
+    def evaluate(self, method: str, batch: RankBatch, *args: Any) -> Any:
+        """Call a method of the module with a batch of `plan_evaluation`, as a validation step is called."""
+        with (
+            self.precision_plugin.val_step_context(),
+            self.services.attending(self.lightning_module, batch),
+        ):
+            result = self._call(method, batch, *args)
+        self.services.stop_attending()
+        return result
+
+    def _call(self, method: str, *args: Any) -> Any:
+        return getattr(self.lightning_module, method)(*args)
 
     def _go_on(self) -> dict[str, int] | None:
         """The position to go on from, and what waited there; None unless a checkpoint is being resumed."""
@@ -364,6 +393,17 @@ class PlacingStrategy(_Processes):
         self._phase = "between steps"
 
     # ---- checkpoints ---------------------------------------------------------------------------------------
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """The user's plugin, or one that never leaves half a file."""
+        if self._checkpoint_io is None:
+            self._checkpoint_io = DurableCheckpointIO()
+        return super().checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, plugin: CheckpointIO | None) -> None:
+        self._checkpoint_io = plugin
 
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         ready = self._services is not None and self._services.preparer_ready

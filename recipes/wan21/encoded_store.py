@@ -13,12 +13,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from zellige_lightning.durable import atomically
 from zellige_lightning.errors import DataError
 from zellige_lightning.placement import Sequence
 from zellige_lightning.recipes.wan21.encoded_row import LATENT_DTYPE, TEXT_DTYPE, EncodedRow, crc_of
 from zellige_lightning.recipes.wan21.patchify import TOKEN_DIM
 from zellige_lightning.recipes.wan21.store import INDEX, LatentStore
-from zellige_lightning.recipes.wan21.tensor_files import atomically
 from zellige_lightning.sources import FieldSpec, Sample
 
 MANIFEST = "manifest.parquet"

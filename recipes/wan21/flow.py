@@ -1,7 +1,8 @@
 """Flow matching with draws that do not depend on placement.
 
 x_s = (1-s) x0 + s n, target v = n - x0, time fed to the model t = 1000 s, loss = mean squared error in fp32.
-s = k u / (1 + (k-1) u) with u logit-normal and a shift k that may differ by bucket.
+s = k u / (1 + (k-1) u) with a shift k that may differ by bucket, and u drawn logit-normal (what is known of
+Wan's own training), uniformly, or as DiffSynth-Studio does: one of 1000 steps, the loss weighted by a bell.
 
 Noise is a function of (seed, epoch, key, latent frame); the time and the caption drop are functions of
 (seed, epoch, key). So every split of a sequence, every world size and every order of sequences sees the same
@@ -15,6 +16,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence as Rows
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -23,6 +25,10 @@ from zellige_lightning.errors import ConfigError
 from zellige_lightning.placement import Bucket, Sequence
 from zellige_lightning.recipes.wan21.layers import full_precision
 from zellige_lightning.recipes.wan21.patchify import TOKEN_DIM
+
+TIMES = ("logit_normal", "uniform", "steps")
+WEIGHTINGS = ("none", "bell")
+_STEPS = 1000
 
 
 @dataclass(frozen=True)
@@ -34,12 +40,14 @@ class FlowInputs:
         target: v, `[T, 64]` float32.
         timesteps: 1000 s of each segment, `[S]` float32.
         dropped: whether the caption of each segment is dropped, `[S]` bool.
+        weights: of the loss of each segment, `[S]` float32.
     """
 
     tokens: Tensor
     target: Tensor
     timesteps: Tensor
     dropped: Tensor
+    weights: Tensor
 
 
 @dataclass(frozen=True)
@@ -50,19 +58,23 @@ class FlowMatching:
         seed: draws change with it.
         shift: k; larger spends more of the training at high noise.
         bucket_shifts: k of single buckets, by name, in place of `shift`.
-        logit_mean, logit_std: of the normal distribution whose sigmoid is u.
+        times: how u is drawn: `logit_normal`, `uniform`, or `steps`: one of 1, 0.999, ... 0.001.
+        logit_mean, logit_std: of the normal distribution whose sigmoid is u, for `logit_normal`.
+        weighting: of a sample's loss by its s: `none`, or `bell`, see `bell_weight`.
         caption_dropout: probability that a sample trains without its caption (for classifier-free guidance).
         time_scale: t = time_scale * s.
 
     Raises:
-        ConfigError: a shift or spread that is not positive, or a dropout outside [0, 1].
+        ConfigError: an unknown choice, a shift or spread that is not positive, or a dropout outside [0, 1].
     """
 
     seed: int = 0
     shift: float = 3.0
     bucket_shifts: Mapping[str, float] = field(default_factory=dict)
+    times: str = "logit_normal"
     logit_mean: float = 0.0
     logit_std: float = 1.0
+    weighting: str = "none"
     caption_dropout: float = 0.1
     time_scale: float = 1000.0
 
@@ -73,19 +85,32 @@ class FlowMatching:
                 raise ConfigError(f"flow.{name}={value}", fix="give a positive number")
         if not 0.0 <= self.caption_dropout <= 1.0:
             raise ConfigError(f"flow.caption_dropout={self.caption_dropout}", fix="give a probability")
+        for name, known in (("times", TIMES), ("weighting", WEIGHTINGS)):
+            if getattr(self, name) not in known:
+                raise ConfigError(
+                    f"flow.{name}={getattr(self, name)!r}", fix=f"choose one of {', '.join(known)}"
+                )
 
     def for_evaluation(self, seed: int) -> FlowMatching:
-        """The same objective with draws of its own and every caption kept."""
-        return replace(self, seed=_hash("evaluation", self.seed, seed), caption_dropout=0.0)
+        """The same objective with draws of its own, every caption kept and every sample weighing alike."""
+        seed = _hash("evaluation", self.seed, seed)
+        return replace(self, seed=seed, caption_dropout=0.0, weighting="none")
 
     def sigma(self, epoch: int, sequence: Sequence) -> float:
         """s of a sequence: a Python float, so that no precision of the model rounds it."""
-        normal = torch.randn(
-            (), generator=self._generator("time", epoch, sequence.key), dtype=torch.float64
-        ).item()
-        u = 1.0 / (1.0 + math.exp(-(self.logit_mean + self.logit_std * normal)))
-        k = self.shift_of(sequence.bucket)
-        return k * u / (1.0 + (k - 1.0) * u)
+        generator = self._generator("time", epoch, sequence.key)
+        if self.times == "logit_normal":
+            normal = torch.randn((), generator=generator, dtype=torch.float64).item()
+            u = 1.0 / (1.0 + math.exp(-(self.logit_mean + self.logit_std * normal)))
+        else:
+            u = torch.rand((), generator=generator, dtype=torch.float64).item()
+        if self.times == "steps":
+            u = 1.0 - math.floor(_STEPS * u) / _STEPS
+        return shifted(u, self.shift_of(sequence.bucket))
+
+    def weight(self, sigma: float, bucket: Bucket) -> float:
+        """Of the loss of a sample that was noised with `sigma`."""
+        return bell_weight(sigma, self.shift_of(bucket)) if self.weighting == "bell" else 1.0
 
     def shift_of(self, bucket: Bucket) -> float:
         return self.bucket_shifts.get(bucket.name, self.shift)
@@ -120,7 +145,9 @@ class FlowMatching:
         noise = torch.cat([self.noise(epoch, s, r) for s, r in pairs] or [torch.zeros(0, TOKEN_DIM)]).to(
             device
         )
-        sigmas = torch.tensor([self.sigma(epoch, s) for s in sequences], dtype=torch.float64)
+        drawn = [self.sigma(epoch, sequence) for sequence in sequences]
+        weights = [self.weight(s, q.bucket) for s, q in zip(drawn, sequences, strict=True)]
+        sigmas = torch.tensor(drawn, dtype=torch.float64)
         counts = torch.tensor([len(r) for r in tokens], dtype=torch.int64)
         s = torch.repeat_interleave(sigmas, counts).float()[:, None].to(device)  # [T, 1]
         x0 = latents.float()
@@ -130,6 +157,7 @@ class FlowMatching:
             target=noise - x0,
             timesteps=(self.time_scale * sigmas).float().to(device),
             dropped=dropped.to(device),
+            weights=torch.tensor(weights, dtype=torch.float32).to(device),
         )
 
     def _frame_noise(self, epoch: int, key: str, frame: int, per_frame: int) -> Tensor:
@@ -138,6 +166,29 @@ class FlowMatching:
 
     def _generator(self, purpose: str, *names: int | str) -> torch.Generator:
         return torch.Generator().manual_seed(_hash(purpose, self.seed, *names))
+
+
+def shifted(u: float, shift: float) -> float:
+    """s of an even u in [0, 1]."""
+    return shift * u / (1.0 + (shift - 1.0) * u)
+
+
+def bell_weight(sigma: float, shift: float) -> float:
+    """exp(-2 (s - 1/2)^2) less its least value over the 1000 shifted steps, scaled so that its mean over them
+    is 1: zero for pure noise, and 2.08 at s = 1/2 for the usual shift of 5."""
+    least, mean = _bell_range(shift)
+    return (_bell(sigma) - least) / mean
+
+
+def _bell(sigma: float) -> float:
+    return math.exp(-2.0 * (sigma - 0.5) ** 2)
+
+
+@lru_cache
+def _bell_range(shift: float) -> tuple[float, float]:
+    """The least value over the steps, and the mean above it."""
+    values = [_bell(shifted(1.0 - i / _STEPS, shift)) for i in range(_STEPS)]
+    return min(values), sum(values) / _STEPS - min(values)
 
 
 def per_token_loss(velocity: Tensor, target: Tensor) -> Tensor:

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
 
 from zellige_lightning import CoalescedAttentionMixin
 from zellige_lightning.batch import RankBatch
 from zellige_lightning.errors import ConfigError
+from zellige_lightning.recipes.wan21.bucket_losses import BucketLosses
 from zellige_lightning.recipes.wan21.config import WanConfig, named_config
 from zellige_lightning.recipes.wan21.flow import FlowMatching, per_token_loss
 from zellige_lightning.recipes.wan21.model import WanModel
+from zellige_lightning.recipes.wan21.sampler import SamplerSettings, sample_batch
+from zellige_lightning.recipes.wan21.schedule import RateSchedule
+from zellige_lightning.recipes.wan21.start import start_from
 
 
 class WanModule(CoalescedAttentionMixin, LightningModule):
@@ -23,13 +29,17 @@ class WanModule(CoalescedAttentionMixin, LightningModule):
     Args:
         model: name of a size (`tiny`, `demo`, `wan21_1_3b`, `wan21_14b`) or a configuration.
         flow: the objective; default: shift 3, logit-normal times, one caption of ten dropped.
-        lr, betas, weight_decay: of AdamW. warmup_steps: optimizer steps over which the rate rises linearly.
+        weights: what training starts from: a file or folder of safetensors of either layout, or a repository
+            of the Hugging Face hub. None starts from random values. They are read before a checkpoint that is
+            resumed, which wins.
+        lr, betas, weight_decay: of AdamW.
+        schedule, warmup_steps, decay_steps, min_lr_ratio: of the rate, see `RateSchedule`.
         activation_checkpointing: recompute each block in backward.
         meta_device: build the model without memory for its parameters; the strategy gives them theirs, and
             their initial values, when they are sharded.
 
     Raises:
-        ConfigError: an unknown size, or a rate or warm-up that is out of range.
+        ConfigError: an unknown size, or a rate, a decay or a schedule that is out of range.
     """
 
     coalesced_attention = ("model.blocks.*.self_attn",)
@@ -39,33 +49,72 @@ class WanModule(CoalescedAttentionMixin, LightningModule):
         model: str | WanConfig = "wan21_1_3b",
         flow: FlowMatching | None = None,
         *,
+        weights: str | None = None,
         lr: float = 5e-5,
         betas: tuple[float, float] = (0.9, 0.95),
         weight_decay: float = 0.1,
+        schedule: str = "constant",
         warmup_steps: int = 100,
+        decay_steps: int | None = None,
+        min_lr_ratio: float = 0.0,
         activation_checkpointing: bool = False,
         meta_device: bool = False,
     ) -> None:
         super().__init__()
-        if lr <= 0.0 or warmup_steps < 0 or weight_decay < 0.0:
+        if lr <= 0.0 or weight_decay < 0.0:
             raise ConfigError(
-                f"lr={lr}, warmup_steps={warmup_steps}, weight_decay={weight_decay}",
-                fix="the rate is positive, the other two are not negative",
+                f"lr={lr}, weight_decay={weight_decay}", fix="the rate is positive, the decay not negative"
             )
+        self.rate = RateSchedule(schedule, warmup_steps, decay_steps, min_lr_ratio)
         config = named_config(model) if isinstance(model, str) else model
-        with torch.device("meta") if meta_device else nullcontext():
+        # Weights that are read replace the initial ones, which then need neither time nor memory.
+        with torch.device("meta") if meta_device or weights is not None else nullcontext():
             self.model = WanModel(config, activation_checkpointing=activation_checkpointing)
         self.flow = flow or FlowMatching()
+        self.weights, self._weights_read = weights, False
         self.lr, self.betas, self.weight_decay = lr, (betas[0], betas[1]), weight_decay
-        self.warmup_steps = warmup_steps
-        self._validation = torch.zeros(2, 2)
+        self._trained, self._validated = BucketLosses(), BucketLosses()
+        self._logged_step = -1
+
+    def configure_model(self) -> None:
+        """Read `weights`, unless the strategy is to shard the parameters first. A collective.
+
+        Raises:
+            DataError: on all ranks, if any of them cannot read the weights, or they do not fit.
+        """
+        if not self._is_sharded:
+            self._read_weights()
+
+    def on_fit_start(self) -> None:
+        """Read `weights` into the shards, each rank its own. A checkpoint that is resumed comes later."""
+        if self._is_sharded:
+            self._read_weights()
+
+    def on_validation_start(self) -> None:
+        """As `on_fit_start`, where nothing is fitted and no checkpoint was given."""
+        if self._is_sharded and self.trainer.validating and self.trainer.ckpt_path is None:
+            self._read_weights()
+
+    @property
+    def _is_sharded(self) -> bool:
+        return self._trainer is not None and isinstance(self._trainer.strategy, ModelParallelStrategy)
+
+    def _read_weights(self) -> None:
+        if self.weights is None or self._weights_read:
+            return
+        trainer = self._trainer
+        device = trainer.strategy.root_device if trainer is not None else torch.device("cpu")
+        start_from(self.model, self.weights, device, trainer.local_rank if trainer is not None else 0)
+        self._weights_read = True
 
     def init_weights(self, submodule: nn.Module) -> None:
         """Initial values of what one submodule holds itself; for models that were built without memory."""
         self.model.init_module(submodule)
 
     def training_step(self, batch: RankBatch, batch_idx: int) -> Tensor:
-        loss = batch.reduce(self.per_token_loss(batch, self.flow, batch.epoch))
+        per_token = self.per_token_loss(batch, self.flow, batch.epoch)
+        self._trained.add(batch, per_token)
+        loss = batch.reduce(per_token)
         self.log("loss", loss, prog_bar=True)
         return loss
 
@@ -81,35 +130,43 @@ class WanModule(CoalescedAttentionMixin, LightningModule):
         velocity = self.model(
             inputs.tokens, batch.positions, batch.segment_ids, inputs.timesteps, text, batch.lengths
         )
-        return per_token_loss(velocity, inputs.target)
+        return per_token_loss(velocity, inputs.target) * inputs.weights[batch.segment_ids]
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Log the losses by bucket, as often as the logger writes: means over the samples since then."""
+        step = self.trainer.global_step
+        if step % self.trainer.log_every_n_steps or step == self._logged_step:
+            return
+        self._logged_step = step
+        for bucket, (_, loss, count) in self._trained.total().items():
+            self.log(f"loss/{bucket}", loss / count, batch_size=1)
 
     def on_validation_epoch_start(self) -> None:
-        self._validation = torch.zeros(
-            2, 2, device=self.device
-        )  # rows: images, videos; columns: loss, samples
+        self._validated = BucketLosses()
 
     def validation_step(self, batch: RankBatch, batch_idx: int) -> None:
-        """Adds up the loss of each sample; a part of a sample counts as that part of one."""
-        losses = self.per_token_loss(batch, self.flow.for_evaluation(0), draw=0)
-        for part, segment, sequence in zip(
-            losses.split(batch.lengths), batch.segments, batch.sequences, strict=True
-        ):
-            share = len(segment) / segment.num_tokens
-            self._validation[int(sequence.bucket.is_video), 0] += part.sum() / segment.num_tokens
-            self._validation[int(sequence.bucket.is_video), 1] += share
+        """Every sample has the same noise and time in each validation."""
+        self._validated.add(batch, self.per_token_loss(batch, self.flow.for_evaluation(0), draw=0))
 
     def on_validation_epoch_end(self) -> None:
-        """One exchange for all ranks, whatever samples each of them had."""
-        total = self.trainer.strategy.reduce(self._validation, reduce_op="sum")
-        for name, (loss, count) in zip(("image", "video"), total.tolist(), strict=True):
-            if count > 0:
-                self.log(f"val_loss_{name}", loss / count, sync_dist=True)
+        """Means over samples, whatever samples each rank had: of buckets, of images and videos, of all."""
+        kinds = {"val_loss": [0.0, 0.0], "val_loss_image": [0.0, 0.0], "val_loss_video": [0.0, 0.0]}
+        for bucket, (is_video, loss, count) in self._validated.total().items():
+            self.log(f"val_loss/{bucket}", loss / count, batch_size=1, sync_dist=True)
+            for kind in ("val_loss", "val_loss_video" if is_video else "val_loss_image"):
+                kinds[kind][0] += loss
+                kinds[kind][1] += count
+        for kind, (loss, count) in kinds.items():
+            if count > 0.0:
+                self.log(kind, loss / count, batch_size=1, sync_dist=True)
+
+    def sample(self, batch: RankBatch, flow: FlowMatching, settings: SamplerSettings) -> Tensor:
+        """See `sample_batch`. A method, so that strategies that shard the module can put it together."""
+        return sample_batch(self.model, flow, batch, settings)
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         optimizer = torch.optim.AdamW(
             self.parameters(), lr=self.lr, betas=self.betas, weight_decay=self.weight_decay
         )
-        warmup = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: min(1.0, (step + 1) / max(1, self.warmup_steps))
-        )
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": warmup, "interval": "step"}}
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: self.rate(step))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

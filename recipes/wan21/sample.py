@@ -1,64 +1,22 @@
-"""Pictures from a trained model: Euler steps along the learnt velocity, beside real samples."""
+"""A sheet of pictures from a trained model, beside real samples."""
 
 from __future__ import annotations
 
-from itertools import pairwise
 from pathlib import Path
 
-import torch
 from PIL import Image
 from torch import Tensor
 
-from zellige_lightning.batch import positions_of
-from zellige_lightning.placement import Catalog, Sequence
+from zellige_lightning.datamodule import local_batch
+from zellige_lightning.placement import Catalog, GlobalBatch, Sequence
 from zellige_lightning.recipes.wan21.codec import LatentCodec
 from zellige_lightning.recipes.wan21.flow import FlowMatching
 from zellige_lightning.recipes.wan21.model import WanModel
 from zellige_lightning.recipes.wan21.patchify import unpatchify
+from zellige_lightning.recipes.wan21.sampler import SamplerSettings, sample_batch
 from zellige_lightning.recipes.wan21.store import LatentStore
 
 _TILE = 128  # pixels of the longer side of a tile in the picture
-
-
-@torch.no_grad()
-def sample_tokens(
-    model: WanModel,
-    flow: FlowMatching,
-    sequence: Sequence,
-    text: Tensor,
-    *,
-    steps: int = 30,
-    guidance: float = 1.0,
-) -> Tensor:
-    """Tokens `[L, 64]` of a new sample: dx/ds = v from s = 1 (noise) to s = 0, in Euler steps.
-
-    Args:
-        sequence: its bucket is the shape; its key names the noise.
-        text: `[text_len, text_dim]`.
-        steps: times are evenly spaced before the shift of the bucket.
-        guidance: weight of the caption; above 1 the model is also run without it.
-    """
-    device = next(model.parameters()).device
-    tokens = range(sequence.num_tokens)
-    positions = positions_of(tokens, sequence.bucket.grid).to(device)
-    segments = torch.zeros(len(tokens), dtype=torch.int64, device=device)
-    context = text[None].float().to(device)
-
-    def velocity(x: Tensor, s: float, condition: Tensor) -> Tensor:
-        time = torch.tensor([flow.time_scale * s], device=device)
-        return model(x, positions, segments, time, condition, [len(tokens)])
-
-    k = flow.shift_of(sequence.bucket)
-    even = [1.0 - i / steps for i in range(steps + 1)]
-    times = [k * u / (1.0 + (k - 1.0) * u) for u in even]
-    x = flow.noise(0, sequence, tokens).to(device)
-    for now, after in pairwise(times):
-        v = velocity(x, now, context)
-        if guidance != 1.0:
-            without = velocity(x, now, torch.zeros_like(context))
-            v = without + guidance * (v - without)
-        x = x + (after - now) * v
-    return x
 
 
 def save_samples(
@@ -82,10 +40,12 @@ def save_samples(
     """
     flow = flow.for_evaluation(seed)
     images, clips = _largest(store, catalog)
+    device = next(model.parameters()).device
 
     def pair(sequence: Sequence) -> tuple[Tensor, Tensor]:
         real = store.read_tokens(sequence, range(sequence.num_tokens))["latents"].float()
-        made = sample_tokens(model, flow, sequence, store.read_sequence(sequence)["text"], steps=steps).cpu()
+        alone = local_batch(GlobalBatch.of(0, 0, [(sequence.key, sequence.bucket)]), store).to(device)
+        made = sample_batch(model, flow, alone, SamplerSettings(steps=steps)).cpu()
         real_pixels, made_pixels = (codec.decode(unpatchify(x, sequence.bucket.grid)) for x in (real, made))
         return real_pixels, made_pixels
 

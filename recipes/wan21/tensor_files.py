@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from zellige_lightning.durable import atomically
 from zellige_lightning.errors import DataError
 
 STEM = "diffusion_pytorch_model"  # of the files' names, in both layouts
@@ -170,26 +170,6 @@ def write_file(
 
 def write_text(path: Path, text: str) -> None:
     atomically(path, lambda file: file.write(text.encode()))
-
-
-def atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Write a file whole or not at all, even if the machine stops. Raises: DataError if the disk refuses."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        raise DataError(
-            f"{path.name!r} cannot be written in {path.parent.name!r}: {error.strerror or error}",
-            fix="free some space, or choose a folder that can be written; what was written before is kept",
-        ) from error
-    finally:
-        if temporary.exists():
-            temporary.unlink()
 
 
 def check_writable(folder: Path) -> None:

@@ -54,6 +54,12 @@ class WanVae:
         self._std = torch.tensor(config.latents_std, device=model.device).view(shape)
         self._digest = weights_digest(model)
 
+    def to(self, device: torch.device) -> WanVae:
+        """Move the weights; returns itself."""
+        self.model.to(device)
+        self._mean, self._std = self._mean.to(device), self._std.to(device)
+        return self
+
     @property
     def settings(self) -> Mapping[str, str | int]:
         return {"codec": "wan-vae-mean-1", "vae_weights": self._digest, "vae_dtype": str(self.model.dtype)}

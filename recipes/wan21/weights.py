@@ -52,7 +52,7 @@ def read_config(path: Path | str) -> WanConfig:
 
 
 @torch.no_grad()
-def load_weights(model: nn.Module, path: Path | str) -> None:
+def load_weights(model: nn.Module, path: Path | str, device: torch.device | str = "cpu") -> None:
     """Fill every parameter of `model` from safetensors of either layout, with or without a known prefix.
 
     One tensor is in memory at a time. A parameter that FSDP2 has sharded reads only its own rows; a parameter
@@ -61,6 +61,7 @@ def load_weights(model: nn.Module, path: Path | str) -> None:
 
     Args:
         model: a `WanModel`, or one whose blocks are sharded.
+        device: where parameters go that are on the meta device.
 
     Raises:
         DataError: tensors missing, unknown, of another shape or not finite; all of a kind are named at once.
@@ -76,7 +77,7 @@ def load_weights(model: nn.Module, path: Path | str) -> None:
                 raise DataError(
                     f"tensor {stored[name]!r} holds values that are not finite", fix="use other weights"
                 )
-            _fill(model, name, parameter, values)
+            _fill(model, name, parameter, values, device)
 
 
 def _stored_names(files: TensorFiles) -> dict[str, str]:
@@ -127,12 +128,14 @@ def _own_part(parameter: Tensor) -> tuple[slice, ...] | None:
     return tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))
 
 
-def _fill(model: nn.Module, name: str, parameter: nn.Parameter, values: Tensor) -> None:
+def _fill(
+    model: nn.Module, name: str, parameter: nn.Parameter, values: Tensor, device: torch.device | str
+) -> None:
     if isinstance(parameter, DTensor):
         parameter.to_local().copy_(values)
     elif parameter.is_meta:
         owner, _, leaf = name.rpartition(".")
-        loaded = nn.Parameter(values.to(parameter.dtype, copy=True), parameter.requires_grad)
+        loaded = nn.Parameter(values.to(device, parameter.dtype, copy=True), parameter.requires_grad)
         setattr(model.get_submodule(owner), leaf, loaded)
     else:
         parameter.copy_(values)

@@ -18,13 +18,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gpu_common import Setup
-from gpu_flops import executed_flops, forward_flops, layer_flops
 from gpu_reference import dense_attention
 from torch import Tensor
 
 from zellige_lightning.engine.kernels_portable import MathKernel
 from zellige_lightning.planner import ProfileTable
 from zellige_lightning.recipes.wan21.config import named_config
+from zellige_lightning.recipes.wan21.flops import executed_flops, forward_flops, layer_flops
 
 SCRIPT = Path(gpu_check.__file__)
 

@@ -8,7 +8,7 @@ import torch
 from zellige_lightning.errors import ConfigError
 from zellige_lightning.placement import Bucket, Sequence
 from zellige_lightning.placement.schedule import shard
-from zellige_lightning.recipes.wan21.flow import FlowMatching, per_token_loss
+from zellige_lightning.recipes.wan21.flow import FlowMatching, bell_weight, per_token_loss, shifted
 
 VIDEO = Sequence(0, "clip", Bucket("video", (5, 3, 4)))
 IMAGE = Sequence(1, "photo", Bucket("image", (1, 3, 5)))
@@ -103,9 +103,43 @@ def test_captions_are_dropped_as_often_as_asked_and_never_in_evaluation() -> Non
     assert not any(FLOW.for_evaluation(0).drops_caption(0, key) for key in keys)
 
 
+def test_diffsynth_draws_one_of_a_thousand_shifted_steps() -> None:
+    flow = FlowMatching(times="steps", weighting="bell", shift=5.0)
+    steps = {shifted(1.0 - i / 1000, 5.0) for i in range(1000)}
+    drawn = [flow.sigma(0, Sequence(0, f"photo {i}", IMAGE.bucket)) for i in range(4000)]
+    assert set(drawn) <= steps
+    assert sum(drawn) / len(drawn) == pytest.approx(sum(steps) / 1000, abs=0.01)
+    weights = [flow.weight(sigma, IMAGE.bucket) for sigma in steps]
+    assert sum(weights) / 1000 == pytest.approx(1.0)
+    assert (min(weights), max(weights)) == (0.0, pytest.approx(2.076, abs=1e-3))
+    assert flow.weight(1.0, IMAGE.bucket) == 0.0
+    assert FLOW.weight(1.0, IMAGE.bucket) == 1.0
+
+
+def test_weights_are_those_of_each_segments_own_time() -> None:
+    flow = FlowMatching(times="steps", weighting="bell", bucket_shifts={"image": 2.0})
+    inputs = flow.inputs(1, [VIDEO, IMAGE], [range(5), range(3)], torch.zeros(8, 64))
+    expected = [bell_weight(flow.sigma(1, VIDEO), 3.0), bell_weight(flow.sigma(1, IMAGE), 2.0)]
+    assert inputs.weights.tolist() == pytest.approx(expected)
+    assert flow.for_evaluation(0).inputs(1, [VIDEO], [range(5)], torch.zeros(5, 64)).weights.tolist() == [1.0]
+
+
+def test_uniform_times_are_uniform_before_the_shift() -> None:
+    flow = FlowMatching(times="uniform", shift=1.0)
+    drawn = torch.tensor([flow.sigma(0, Sequence(0, f"photo {i}", IMAGE.bucket)) for i in range(4000)])
+    assert drawn.quantile(torch.tensor([0.1, 0.5, 0.9])).tolist() == pytest.approx([0.1, 0.5, 0.9], abs=0.03)
+
+
 @pytest.mark.parametrize(
     "settings",
-    [{"shift": 0.0}, {"bucket_shifts": {"a": -1.0}}, {"caption_dropout": 1.5}, {"logit_std": float("nan")}],
+    [
+        {"times": "normal"},
+        {"weighting": "min_snr"},
+        {"shift": 0.0},
+        {"bucket_shifts": {"a": -1.0}},
+        {"caption_dropout": 1.5},
+        {"logit_std": float("nan")},
+    ],
 )
 def test_impossible_objectives_are_refused(settings: dict) -> None:
     with pytest.raises(ConfigError, match=r"flow\."):

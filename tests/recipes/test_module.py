@@ -61,6 +61,26 @@ def test_loss_is_the_mean_over_samples_and_is_logged(
     assert logged == {"loss": loss}
 
 
+def test_losses_by_bucket_are_means_over_samples_however_they_are_split(
+    module: WanModule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "per_token_loss", lambda batch, flow, draw: batch.positions.sum(1).float())
+    monkeypatch.setattr(module, "log", lambda *args, **kwargs: None)
+    half = PlacementOption(ParallelConfig(2, 1, 1), (0, 1))
+    plan = Plan(0, 2, (whole(0), half, whole(0)), (0, 0), (0, 0))
+    for rank in (0, 1):  # rank 1 has half of the video, and padding
+        module.training_step(materialize(BATCH, plan, rank, SOURCE, pad=True), 0)
+    total = module._trained.total()
+    assert set(total) == {sequence.bucket.name for sequence in SEQUENCES}
+    whole_batch = local_batch(BATCH, SOURCE)
+    parts = whole_batch.positions.sum(1).float().split(whole_batch.lengths)
+    for sequence, part in zip(whole_batch.sequences, parts, strict=True):
+        is_video, loss, count = total[sequence.bucket.name]
+        assert (is_video, count) == (sequence.bucket.is_video, 1.0)
+        assert loss == pytest.approx(part.mean().item())
+    assert module._trained.total() == {}
+
+
 def test_a_dropped_caption_is_an_empty_one(module: WanModule) -> None:
     flow = FlowMatching(seed=3, caption_dropout=1.0)
     kept = FlowMatching(seed=3, caption_dropout=0.0)
@@ -97,22 +117,11 @@ def test_a_rank_without_work_gives_zero_gradients(module: WanModule, monkeypatch
     assert all(p.grad is not None and not p.grad.any() for p in module.parameters())
 
 
-class _Trainer:
-    """Two ranks: the other one has the same sums as this one."""
-
-    class strategy:  # noqa: N801
-        @staticmethod
-        def reduce(value: Tensor, reduce_op: str) -> Tensor:
-            assert reduce_op == "sum"
-            return 2 * value
-
-
 def validate(
     module: WanModule, batches: list[RankBatch], monkeypatch: pytest.MonkeyPatch
 ) -> dict[str, float]:
     logged: dict[str, Any] = {}
     monkeypatch.setattr(module, "log", lambda name, value, **kwargs: logged.update({name: value}))
-    monkeypatch.setattr(type(module), "trainer", _Trainer, raising=False)
     module.on_validation_epoch_start()
     with torch.no_grad():
         for batch in batches:
@@ -130,7 +139,13 @@ def test_validation_is_the_same_however_samples_are_dealt(
         GlobalBatch(i, 9, (Sequence(0, s.key, s.bucket),), 1, s.num_tokens) for i, s in enumerate(SEQUENCES)
     ]
     apart = validate(module, [local_batch(batch, SOURCE) for batch in singles], monkeypatch)
-    assert set(together) == {"val_loss_image", "val_loss_video"}
+    assert set(together) == {
+        *("val_loss", "val_loss_image", "val_loss_video"),
+        *(f"val_loss/{name}" for name in ("image", "video", "small")),
+    }
+    both = together["val_loss/image"] + together["val_loss/small"]
+    assert together["val_loss_image"] == pytest.approx(both / 2)
+    assert together["val_loss"] == pytest.approx((both + together["val_loss_video"]) / 3)
     assert together == pytest.approx(apart, rel=1e-4)
     halves = Plan(
         0, 2, (whole(0), PlacementOption(ParallelConfig(2, 1, 1), (0, 1)), whole(0)), (0, 0), (0, 0)
@@ -143,25 +158,46 @@ def test_validation_is_the_same_however_samples_are_dealt(
         expected = validate(module, [local_batch(BATCH, SOURCE)], patch)
         assert validate(module, parts, patch) == pytest.approx(expected)
     images_only = validate(module, [local_batch(singles[0], SOURCE)], monkeypatch)
-    assert set(images_only) == {"val_loss_image"}
+    assert set(images_only) == {"val_loss", "val_loss_image", "val_loss/image"}
 
 
-def test_the_rate_rises_to_its_value_and_stays(module: WanModule) -> None:
-    module.warmup_steps = 4
+def rates(module: WanModule, steps: int) -> list[float]:
     configured = module.configure_optimizers()
     optimizer, schedule = configured["optimizer"], configured["lr_scheduler"]["scheduler"]
-    rates = []
-    for _ in range(6):
-        rates.append(optimizer.param_groups[0]["lr"])
+    found = []
+    for _ in range(steps):
+        found.append(optimizer.param_groups[0]["lr"] / module.lr)
         optimizer.step()
         schedule.step()
-    assert rates == pytest.approx([module.lr * share for share in (0.25, 0.5, 0.75, 1.0, 1.0, 1.0)])
     assert optimizer.param_groups[0]["betas"] == (0.9, 0.95)
+    return found
 
 
-@pytest.mark.parametrize("settings", [{"lr": 0.0}, {"warmup_steps": -1}, {"weight_decay": -0.1}])
-def test_impossible_settings_are_refused(settings: dict[str, float]) -> None:
-    with pytest.raises(ConfigError, match="warmup_steps"):
+def test_the_rate_rises_to_its_value_and_stays() -> None:
+    module = WanModule("tiny", warmup_steps=4)
+    assert rates(module, 6) == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0, 1.0])
+
+
+def test_a_cosine_falls_to_its_end() -> None:
+    module = WanModule("tiny", schedule="cosine", warmup_steps=2, decay_steps=6, min_lr_ratio=0.1)
+    half = 0.45 * 2**-0.5
+    assert rates(module, 8) == pytest.approx([0.5, 1.0, 1.0, 0.55 + half, 0.55, 0.55 - half, 0.1, 0.1])
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"lr": 0.0}, "lr=0.0"),
+        ({"warmup_steps": -1}, "warmup_steps=-1"),
+        ({"weight_decay": -0.1}, "weight_decay=-0.1"),
+        ({"schedule": "linear"}, "constant, cosine"),
+        ({"schedule": "cosine"}, "ends at step None"),
+        ({"schedule": "cosine", "decay_steps": 100}, "100 warm-up steps"),
+        ({"min_lr_ratio": 2.0}, "min_lr_ratio=2.0"),
+    ],
+)
+def test_impossible_settings_are_refused(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
         WanModule("tiny", **settings)
     with pytest.raises(ConfigError, match="choose one of tiny"):
         WanModule("huge")

@@ -139,6 +139,10 @@ class GlobalBatch:
         sequences = tuple(replace(self.sequences[member], index=i) for i, member in enumerate(members))
         return replace(self, sequences=sequences)
 
+    def alone(self) -> GlobalBatch:
+        """The same sequences as an accumulation window of their own."""
+        return GlobalBatch.of(self.step, self.epoch, [(s.key, s.bucket) for s in self.sequences])
+
     @property
     def num_tokens(self) -> int:
         return sum(s.num_tokens for s in self.sequences)

@@ -50,6 +50,10 @@ class Planner(Protocol):
         """Pays now for what the first plan would pay otherwise."""
         ...
 
+    def for_evaluation(self) -> Planner:
+        """One that leaves no sequence to a later batch, and can be used in another thread."""
+        ...
+
     def use(self, table: ProfileTable, correction: PriceCorrection, precedent: Precedent) -> None:
         """What plans depend on from now on, beside the batch."""
         ...
@@ -159,6 +163,10 @@ class BatchPlanner:
                 with suppress(PlanningError):  # this bucket may never come alone, or not at all
                     self.solve(problem, brief)
                 return
+
+    def for_evaluation(self) -> BatchPlanner:
+        """With a cache of its own, on the same menu."""
+        return BatchPlanner(replace(self.config, defer=False), self.menu)
 
     def forget(self) -> None:
         """Empties the cache."""

@@ -78,18 +78,19 @@ def parse_histogram(text: str, catalog: Mapping[str, Bucket]) -> Counts:
 
 def read_manifest(path: str | Path, catalog: Mapping[str, Bucket]) -> Counts:
     """Samples of a JSON, JSON-lines or CSV file: each has `bucket`, or `grid` as `41x45x80` or [41, 45,
-    80], and optionally `count`. A JSON object of bucket names and counts is a histogram.
+    80], and optionally `count`. A JSON object of bucket names and counts is a histogram. A Parquet file is
+    the manifest of `zellige-encode`.
 
     Raises:
         DataError: a file that cannot be read, names the line.
     """
     file = Path(path)
     try:
-        text = file.read_text(encoding="utf-8")
-        rows = _rows(file.suffix.lower(), text)
-    except (OSError, UnicodeDecodeError, csv.Error, json.JSONDecodeError) as error:
+        rows = _encoded(file) if file.suffix.lower() == ".parquet" else _rows(file)
+    except (OSError, UnicodeDecodeError, csv.Error, ValueError, KeyError, ImportError) as error:
         raise DataError(
-            f"the manifest {file.name} cannot be read: {error}", fix="give a .json, .jsonl or .csv file"
+            f"the manifest {file.name} cannot be read: {error}",
+            fix="give a .json, .jsonl or .csv file, or the manifest.parquet of zellige-encode (with pyarrow)",
         ) from error
     counts: Counter[Bucket] = Counter()
     for number, row in enumerate(rows, start=1):
@@ -100,7 +101,17 @@ def read_manifest(path: str | Path, catalog: Mapping[str, Bucket]) -> Counts:
     return _checked(counts, f"the manifest {file.name}")
 
 
-def _rows(suffix: str, text: str) -> Iterable[Any]:
+def _encoded(file: Path) -> Iterable[Any]:
+    """Grids and counts of the samples that `zellige-encode` wrote. Raises: ValueError, KeyError, OSError."""
+    import pyarrow.parquet as pq
+
+    columns = [pq.read_table(file).column(f"grid_{axis}").to_pylist() for axis in "tyx"]
+    counted = Counter(zip(*columns, strict=True))
+    return [{"grid": list(grid), "count": count} for grid, count in sorted(counted.items())]
+
+
+def _rows(file: Path) -> Iterable[Any]:
+    suffix, text = file.suffix.lower(), file.read_text(encoding="utf-8")
     if suffix == ".csv":
         return list(csv.DictReader(text.splitlines()))
     if suffix == ".jsonl":

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_module
 
 from tests.recipes.data.files import captioned, write_clip, write_image
 from tests.recipes.packing import random_model
@@ -77,12 +76,6 @@ def test_torchrun_runs(sandbox: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", *words[1:]]
     subprocess.run(command, check=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert len(EncodedStore("latents-2")) == 3
-
-
-def test_training_commands_compose() -> None:
-    for words in (w for w in ALL if w[0] == "zellige-train"):
-        with initialize_config_module("zellige_lightning.conf", version_base="1.3"):
-            assert compose("train", overrides=words[1:]).data.datamodule.folder == "latents"
 
 
 def test_the_python_of_the_documents_runs(sandbox: Path) -> None:
