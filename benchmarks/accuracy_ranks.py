@@ -13,8 +13,8 @@ from typing import Any
 import torch.distributed as dist
 from accuracy_figures import Row, settled
 from accuracy_plans import BUCKETS, Candidate, Case, Options, is_held_out, make_cases
-from ranks import queued_s
-from step_ranks import CORES, DISTURBED_SHARE, HEADS, NO_CAP_MIB, Job, _Ranks
+from ranks import CORES, queued_s
+from step_ranks import HEADS, NO_CAP_MIB, Job, _Ranks
 
 from zellige_lightning.agreement import Agreement
 from zellige_lightning.batch import RankBatch, materialize
@@ -31,6 +31,7 @@ from zellige_lightning.trace import attention_shape
 from zellige_lightning.trial import copy_module
 
 MIB = 1 << 20
+DISTURBED_SHARE = 0.03  # of a step's time, waiting for a core that another program holds
 _FURTHER_ROUNDS = 2  # for plans whose steps other programs have disturbed
 OPTIMIZER_COPIES = 4  # parameters, gradient buckets, two moments
 
