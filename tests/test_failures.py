@@ -136,8 +136,8 @@ def _break_planner() -> None:
 
     original = lookahead.StepPreparer.__init__
 
-    def init(self: Any, agreement: Any, planner: Any, *rest: Any) -> None:
-        original(self, agreement, Broken(), *rest)
+    def init(self: Any, agreement: Any, planner: Any, *rest: Any, **named: Any) -> None:
+        original(self, agreement, Broken(), *rest, **named)
 
     lookahead.StepPreparer.__init__ = init  # type: ignore[method-assign]
 

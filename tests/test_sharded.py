@@ -137,8 +137,8 @@ def train_one(rank: int, case: Case) -> dict[str, Any]:
     world = int(os.environ["WORLD_SIZE"])
     original = lookahead.StepPreparer.__init__
 
-    def init(self: Any, agreement: Any, planner: Any, *rest: Any) -> None:
-        original(self, agreement, Placer(case, world), *rest)
+    def init(self: Any, agreement: Any, planner: Any, *rest: Any, **named: Any) -> None:
+        original(self, agreement, Placer(case, world), *rest, **named)
 
     lookahead.StepPreparer.__init__ = init  # type: ignore[method-assign]
     strategy: Any = "zellige_fsdp2"

@@ -99,8 +99,8 @@ def train(rank: int, num_waves: int, accumulation: int) -> dict[str, Any]:
     world = int(os.environ["WORLD_SIZE"])
     original = lookahead.StepPreparer.__init__
 
-    def init(self: Any, agreement: Any, planner: Any, *rest: Any) -> None:
-        original(self, agreement, WavePlanner(num_waves, world), *rest)
+    def init(self: Any, agreement: Any, planner: Any, *rest: Any, **named: Any) -> None:
+        original(self, agreement, WavePlanner(num_waves, world), *rest, **named)
 
     lookahead.StepPreparer.__init__ = init  # type: ignore[method-assign]
     module = Module().double()

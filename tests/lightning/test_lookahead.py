@@ -34,15 +34,8 @@ class Observed:
     def __init__(self, planner: Any, delay_s: float, last_step: int) -> None:
         self._planner, self._delay_s, self._last_step = planner, delay_s, last_step
 
-    def prepare(self) -> None:
-        self._planner.prepare()
-
-    def use(self, *prices: Any) -> None:
-        self._planner.use(*prices)
-
-    @property
-    def hit_rate(self) -> float:
-        return self._planner.hit_rate  # type: ignore[no-any-return]
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._planner, name)
 
     def plan_ladder(self, batch: GlobalBatch, carried: Any = ()) -> Any:
         STARTED.setdefault(batch.step, threading.Event()).set()
