@@ -21,7 +21,9 @@ CAP_MIB = 6  # holds the largest sample, not a whole batch
 def train(rank: int, folder: str, max_steps: int, resume: bool) -> dict[str, Any]:
     world = int(os.environ["WORLD_SIZE"])
     strategy = ZelligeStrategy(
-        planner={"defer": True, "max_waves": 1}, memory_cap_gib=CAP_MIB / 1024, profiler={"repeats": 1}
+        planner={"defer": True, "max_waves": 1},
+        memory_cap_gib=CAP_MIB / 1024,
+        profiler={"repeats": 1, "mixed_plans": 0},
     )
     trainer = Trainer(
         strategy=strategy, accelerator="cpu", devices=world, max_epochs=2, max_steps=max_steps,

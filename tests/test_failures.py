@@ -113,7 +113,9 @@ def fit(rank: int, fault: str, faulty_rank: int, settings: dict[str, Any]) -> di
 def _fit(rank: int, fault: str, faulty_rank: int, settings: dict[str, Any]) -> None:
     torch.manual_seed(0)
     kind = ZelligeFSDP2Strategy if settings.pop("sharded", False) else ZelligeStrategy
-    strategy = kind(timeout=timedelta(seconds=TIMEOUT_S), profiler={"repeats": 1}, **settings)
+    strategy = kind(
+        timeout=timedelta(seconds=TIMEOUT_S), profiler={"repeats": 1, "mixed_plans": 0}, **settings
+    )
     data = zellige_lightning.ZelligeDataModule(
         Data(Source(fault, faulty_rank, rank)), tokens_per_batch=600, video_token_share=0.6
     )

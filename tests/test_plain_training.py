@@ -15,6 +15,7 @@ from omegaconf import DictConfig, open_dict
 from torch.nn.utils import clip_grad_norm_
 
 from tests.distributed import run_distributed
+from zellige_lightning import ZelligeStrategy
 from zellige_lightning.datamodule import ZelligeDataModule, local_batch
 from zellige_lightning.instantiate import instantiate
 from zellige_lightning.placement import GlobalBatch
@@ -40,7 +41,8 @@ def fit_on_ranks(rank: int, cache: str, folder: str, steps: int) -> dict[str, An
     config = demo(cache)
     module, data = parts(config)
     trainer = Trainer(
-        strategy="zellige", accelerator="cpu", devices=2, max_steps=steps, log_every_n_steps=1,
+        strategy=ZelligeStrategy(profiler={"repeats": 1, "mixed_plans": 0}),
+        accelerator="cpu", devices=2, max_steps=steps, log_every_n_steps=1,
         gradient_clip_val=config.trainer.gradient_clip_val, logger=CSVLogger(folder, "", ""),
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         limit_val_batches=0,

@@ -143,7 +143,9 @@ def train_one(rank: int, case: Case) -> dict[str, Any]:
     lookahead.StepPreparer.__init__ = init  # type: ignore[method-assign]
     strategy: Any = "zellige_fsdp2"
     if case.precision != "64-true":
-        strategy = ZelligeFSDP2Strategy(keep_gradients=case.keep_gradients)
+        strategy = ZelligeFSDP2Strategy(
+            keep_gradients=case.keep_gradients, profiler={"repeats": 1, "mixed_plans": 0}
+        )
     module, seen = module_of(case), []
     watch(module, seen)
     trainer = Trainer(

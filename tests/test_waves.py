@@ -106,7 +106,8 @@ def train(rank: int, num_waves: int, accumulation: int) -> dict[str, Any]:
     module = Module().double()
     module.load_state_dict(draw_parameters(module, 5), strict=False)
     trainer = Trainer(
-        strategy=ZelligeStrategy(profiler={"repeats": 1}), accelerator="cpu", devices=world, max_epochs=1,
+        strategy=ZelligeStrategy(profiler={"repeats": 1, "mixed_plans": 0}),
+        accelerator="cpu", devices=world, max_epochs=1,
         accumulate_grad_batches=accumulation, precision="64-true", logger=False, log_every_n_steps=1,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip

@@ -31,7 +31,7 @@ class Report(Callback):
 
 
 def main(method: str, path: str) -> None:
-    strategy = ZelligeStrategy(start_method=method, profiler={"repeats": 1})
+    strategy = ZelligeStrategy(start_method=method, profiler={"repeats": 1, "mixed_plans": 0})
     trainer = Trainer(
         strategy=strategy, accelerator="cpu", devices=2, max_epochs=1, limit_train_batches=3,
         limit_val_batches=0, logger=False, enable_checkpointing=False, enable_progress_bar=False,
