@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from zellige_lightning.engine.groups import TRANSPORTS
+from zellige_lightning.engine.kernels import KERNELS
 from zellige_lightning.engine.saving import SavePolicy
 from zellige_lightning.errors import ConfigError
 
@@ -25,6 +26,8 @@ class EngineConfig:
             0.5 to 0.7 GB.
         gather_chunks: an all-gather of keys and values goes in up to that many chunks of heads, one in flight
             while another is computed.
+        kernel: of attention; `auto` is the best that the device, the dtype and the head dim allow, `math` an
+            explicit softmax for checking others.
         trace_steps: global batches whose timeline is written next to the logs: how many from the first of
             the run on, or a list of their numbers.
         debug: compare step, plan and schedule of all ranks once more right before each step; all compare
@@ -39,6 +42,7 @@ class EngineConfig:
     transport: str = "auto"
     max_communicators: int = 16
     gather_chunks: int = 4
+    kernel: str = "auto"
     trace_steps: int | tuple[int, ...] = 0
     debug: bool = False
 
@@ -49,6 +53,8 @@ class EngineConfig:
                 raise ConfigError(f"engine.{name} = {value!r}", fix="an integer >= 1")
         if self.transport not in TRANSPORTS:
             raise ConfigError(f"engine.transport = {self.transport!r}", fix=f"choose one of {TRANSPORTS}")
+        if self.kernel not in KERNELS:
+            raise ConfigError(f"engine.kernel = {self.kernel!r}", fix=f"choose one of {KERNELS}")
         if not isinstance(self.debug, bool):
             raise ConfigError(f"engine.debug = {self.debug!r}", fix="true or false")
         object.__setattr__(self, "trace_steps", _steps(self.trace_steps))

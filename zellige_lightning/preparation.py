@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from zellige_lightning.engine import AttentionRouter
-from zellige_lightning.engine.kernels import kernel_for
+from zellige_lightning.engine.kernels import kernel_for, require_kernel
 from zellige_lightning.errors import ConfigError
 from zellige_lightning.failures import connections
 from zellige_lightning.geometry import measure_geometry, recomputes_attention, saved_bytes_per_token
@@ -56,10 +56,15 @@ def prepare_planner(job: Job, services: Services) -> tuple[ProfileTable, Planner
     Raises:
         EngineError: a model whose tokens mix outside the engine, or that calls no attention.
         ProfileError: no usable price.
-        ConfigError: a family with too many process groups.
+        ConfigError: a family with too many process groups, or a kernel that cannot run the model.
     """
     world = services.agreement.world_size
     shape = services.agreement.together(lambda: inspect_module(job, services.router, world))
+    name = services.config.kernel
+    kernel = services.agreement.together(
+        lambda: require_kernel(name, job.device.type, shape.dtype, shape.head_dim).name
+    )
+    rank_zero_info(f"zellige: attention kernel {kernel} ({job.device.type}, {shape.dtype}, {shape.head_dim})")
     degrees = planned_degrees(world, job.planner.max_degree)
     configs = tuple(c for c in legal_configs(shape.num_heads, world) if c.degree in degrees)
     topology = services.engine.observer.topology = services.topology(job.planner.ranks_per_node)

@@ -21,8 +21,9 @@ from zellige_lightning.engine.kernels import (
     attention_backward,
     attention_forward,
     kernel_for,
+    require_kernel,
 )
-from zellige_lightning.errors import EngineError
+from zellige_lightning.errors import ConfigError, EngineError
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "batch axis": ({"q": torch.zeros(1, 4, 2, 8)}, "q is .Tq, H, D"),
@@ -260,3 +261,24 @@ def test_a_padded_log_sum_exp_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     q = torch.randn(10, 2, 8)
     with pytest.raises(EngineError, match="padded"):
         FlashAttnKernel().forward(q, q[:9], q[:9], PackedLengths((4, 6)), PackedLengths((7, 2)), 0.3)
+
+
+def test_a_preferred_kernel_runs_and_gives_the_same() -> None:
+    q, k, v = torch.randn(3, 9, 2, 8, dtype=torch.float64).unbind()
+    lengths = PackedLengths((4, 5))
+    usual, _ = attention_forward(q, k, v, lengths, lengths, 1.0)
+    try:
+        assert isinstance(require_kernel("math", "cpu", torch.float64, 8), MathKernel)
+        assert isinstance(kernel_for("cpu", torch.float64, 8), MathKernel)
+        explicit, _ = attention_forward(q, k, v, lengths, lengths, 1.0)
+    finally:
+        assert isinstance(require_kernel("auto", "cpu", torch.float64, 8), CpuFlashKernel)
+    assert (usual - explicit).abs().max() < 1e-13
+
+
+@pytest.mark.parametrize("name", ["torch_varlen", "flash_attn"])
+def test_a_kernel_that_cannot_run_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"engine.kernel = '{name}' cannot run .* CUDA"):
+        require_kernel(name, "cpu", torch.bfloat16, 64)
+    with pytest.raises(ConfigError, match="fp16 and bf16"):
+        require_kernel(name, "cuda", torch.float32, 64)

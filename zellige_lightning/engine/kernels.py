@@ -7,7 +7,9 @@ tensors dense, so that kernels need not. Nobody else in the package imports one.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable, Mapping
 from functools import cache
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -15,22 +17,64 @@ from torch import Tensor
 from zellige_lightning.engine.kernels_cuda import FlashAttnKernel, TorchVarlenKernel
 from zellige_lightning.engine.kernels_portable import CpuFlashKernel, MathKernel
 from zellige_lightning.engine.packing import AttentionKernel, PackedLengths, accumulation_dtype
-from zellige_lightning.errors import EngineError
+from zellige_lightning.errors import ConfigError, EngineError
 
 INT32_MAX = 2**31 - 1
+BY_NAME: Mapping[str, Callable[[], AttentionKernel]] = MappingProxyType(  # best first
+    {
+        "cpu_flash": CpuFlashKernel,
+        "flash_attn": FlashAttnKernel,
+        "torch_varlen": TorchVarlenKernel,
+        "math": MathKernel,
+    }
+)
+KERNELS = ("auto", *BY_NAME)
+_wanted = "auto"
+
+
+def prefer_kernel(name: str) -> None:
+    """From now on, in this process, use that kernel for all tensors that it takes; `auto` lets capability
+    choose."""
+    global _wanted
+    _wanted = name
+    kernel_for.cache_clear()
 
 
 @cache
 def kernel_for(device_type: str, dtype: torch.dtype, head_dim: int) -> AttentionKernel:
-    """The kernel for tensors of that kind, chosen by capability."""
-    if device_type == "cpu":
-        return CpuFlashKernel()
-    flash = dtype in (torch.float16, torch.bfloat16) and head_dim % 8 == 0 and head_dim <= 256
-    if device_type == "cuda" and flash:
-        if importlib.util.find_spec("flash_attn") is not None:
-            return FlashAttnKernel()
-        return TorchVarlenKernel()
-    return MathKernel()
+    """The kernel for tensors of that kind: the preferred one where it takes them, else the best that does."""
+    able = [name for name in BY_NAME if not lacks(name, device_type, dtype, head_dim)]
+    return BY_NAME[_wanted if _wanted in able else able[0]]()
+
+
+def lacks(name: str, device_type: str, dtype: torch.dtype, head_dim: int) -> str:
+    """Why the kernel cannot take such tensors; empty where it can."""
+    if name == "math":
+        return ""
+    if name == "cpu_flash":
+        return "" if device_type == "cpu" else "it runs on CPUs"
+    if device_type != "cuda":
+        return "it runs on CUDA GPUs"
+    if dtype not in (torch.float16, torch.bfloat16) or head_dim % 8 or head_dim > 256:
+        return "it takes fp16 and bf16, and head dims that are multiples of 8 up to 256"
+    if name == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
+        return "flash-attn is not installed"
+    return ""
+
+
+def require_kernel(name: str, device_type: str, dtype: torch.dtype, head_dim: int) -> AttentionKernel:
+    """`prefer_kernel`, where it takes the model's tensors; returns the kernel that they get.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if name != "auto" and (reason := lacks(name, device_type, dtype, head_dim)):
+        raise ConfigError(
+            f"engine.kernel = {name!r} cannot run {dtype} and head dim {head_dim} on {device_type}: {reason}",
+            fix="engine.kernel=auto",
+        )
+    prefer_kernel(name)
+    return kernel_for(device_type, dtype, head_dim)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, q_lengths: PackedLengths, k_lengths: PackedLengths) -> None:
