@@ -122,8 +122,13 @@ def train(rank: int, num_waves: int, accumulation: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize(("world", "num_waves"), [(2, 2), (2, 3), (4, 2), (4, 3)])
+@pytest.mark.parametrize(
+    ("world", "num_waves", "accumulation"),
+    [
+        (2, 2, 1), (2, 2, 2), (2, 3, 1), (2, 3, 2), (4, 2, 2), (4, 3, 1),
+        pytest.param(4, 2, 1, marks=pytest.mark.slow), pytest.param(4, 3, 2, marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
 def test_waves_add_up_to_the_whole_batch(world: int, num_waves: int, accumulation: int) -> None:
     ranks = run_distributed(train, world, num_waves, accumulation, group=False)
     by_key = {s["key"]: s for s in sequences()}
