@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from copy import deepcopy
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from zellige_lightning.engine import CoalescedAttentionEngine, Counters
 from zellige_lightning.engine.attention import SplitAttention
 from zellige_lightning.engine.dry_run import HeadGeometry, dry_run
 from zellige_lightning.engine.member import InFlight
-from zellige_lightning.placement import Filling, PlacementOption, RankSchedule
+from zellige_lightning.placement import Filling, ParallelConfig, PlacementOption, RankSchedule, whole
 from zellige_lightning.placement.filling import work_between_pauses
 from zellige_lightning.placement.schedule import PASSES
 
@@ -108,3 +109,30 @@ def exhaust(running: InFlight) -> tuple[int, tuple[Tensor, ...]]:
         except StopIteration as done:
             return pauses, done.value
         pauses += 1
+
+
+def test_sequences_run_in_the_pause_that_the_filling_names() -> None:
+    """x: an exchange is started, w: a piece of the pack runs, k: the split sequence's kernel."""
+    pair = PlacementOption(ParallelConfig(1, 2, 1), (0, 1))
+    mix = Mix(2, (12, 3, 3, 3), (pair, whole(0), whole(0), whole(0)))
+    filling = Filling(((0, 1), (1, 1)), ((1, 2),))
+
+    def work(rank: int) -> str:
+        engine, log = make_engine(mix.rank_sets), []
+        transport, observer = engine._transport, engine.observer
+        assert transport is not None
+        exchange, begins = transport.exchange, observer.kernel_begins
+
+        def logged_exchange(*args: Any) -> Any:
+            log.append("x")
+            return exchange(*args)
+
+        def logged_kernel(which: str, kv_bytes: int = 0) -> Any:
+            log.append("k" if kv_bytes else "w")
+            return begins(which, kv_bytes)
+
+        transport.exchange, observer.kernel_begins = logged_exchange, logged_kernel  # type: ignore[method-assign]
+        attend_under(engine, mix, replace(mix.schedule(rank), filling=filling))
+        return "".join(log)
+
+    assert run_threads(work, 2) == ["xwkxww" + "xkxww", "xkx" + "xkx"]
