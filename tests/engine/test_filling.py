@@ -112,7 +112,8 @@ def exhaust(running: InFlight) -> tuple[int, tuple[Tensor, ...]]:
 
 
 def test_sequences_run_in_the_pause_that_the_filling_names() -> None:
-    """x: an exchange is started, w: a piece of the pack runs, k: the split sequence's kernel."""
+    """x: an exchange is started, and waited for at the dot; w: a piece of the pack runs, k: the split
+    sequence's kernel."""
     pair = PlacementOption(ParallelConfig(1, 2, 1), (0, 1))
     mix = Mix(2, (12, 3, 3, 3), (pair, whole(0), whole(0), whole(0)))
     filling = Filling(((0, 1), (1, 1)), ((1, 2),))
@@ -125,7 +126,15 @@ def test_sequences_run_in_the_pause_that_the_filling_names() -> None:
 
         def logged_exchange(*args: Any) -> Any:
             log.append("x")
-            return exchange(*args)
+            started = exchange(*args)
+            wait = started.wait
+
+            def logged_wait() -> Tensor:
+                log.append(".")
+                return wait()
+
+            started.wait = logged_wait  # type: ignore[method-assign]
+            return started
 
         def logged_kernel(which: str, kv_bytes: int = 0) -> Any:
             log.append("k" if kv_bytes else "w")
@@ -135,4 +144,4 @@ def test_sequences_run_in_the_pause_that_the_filling_names() -> None:
         attend_under(engine, mix, replace(mix.schedule(rank), filling=filling))
         return "".join(log)
 
-    assert run_threads(work, 2) == ["xwkxww" + "xkxww", "xkx" + "xkx"]
+    assert run_threads(work, 2) == ["xw.kxw.w" + "x.kxw.w", "x.kx." + "x.kx."]
