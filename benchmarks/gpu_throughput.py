@@ -12,7 +12,7 @@ from gpu_common import Setup, elapsed_ms, medians_ms, random_tensor, rounded
 from torch import Tensor
 
 from zellige_lightning.engine import CoalescedAttentionEngine, varlen_attention
-from zellige_lightning.engine.kernels import kernel_for
+from zellige_lightning.engine.kernel_choice import kernel_for
 from zellige_lightning.engine.packing import PackedLengths
 from zellige_lightning.placement import build_schedule, whole
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from zellige_lightning.engine.groups import TRANSPORTS
-from zellige_lightning.engine.kernels import KERNELS
+from zellige_lightning.engine.kernel_choice import KERNELS
 from zellige_lightning.engine.saving import SavePolicy
 from zellige_lightning.errors import ConfigError
 

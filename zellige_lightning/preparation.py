@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from zellige_lightning.engine import AttentionRouter
-from zellige_lightning.engine.kernels import kernel_for, require_kernel
+from zellige_lightning.engine.kernel_choice import choice_in_words, kernel_for, require_kernel
 from zellige_lightning.errors import ConfigError
 from zellige_lightning.failures import connections
 from zellige_lightning.geometry import measure_geometry, recomputes_attention, saved_bytes_per_token
@@ -61,10 +61,9 @@ def prepare_planner(job: Job, services: Services) -> tuple[ProfileTable, Planner
     world = services.agreement.world_size
     shape = services.agreement.together(lambda: inspect_module(job, services.router, world))
     name = services.config.kernel
-    kernel = services.agreement.together(
-        lambda: require_kernel(name, job.device.type, shape.dtype, shape.head_dim).name
-    )
-    rank_zero_info(f"zellige: attention kernel {kernel} ({job.device.type}, {shape.dtype}, {shape.head_dim})")
+    kind = job.device.type, shape.dtype, shape.head_dim
+    services.agreement.together(lambda: require_kernel(name, *kind).name)
+    rank_zero_info(f"zellige: attention kernel {choice_in_words(*kind)}")
     degrees = planned_degrees(world, job.planner.max_degree)
     configs = tuple(c for c in legal_configs(shape.num_heads, world) if c.degree in degrees)
     topology = services.engine.observer.topology = services.topology(job.planner.ranks_per_node)

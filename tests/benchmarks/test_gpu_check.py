@@ -17,10 +17,12 @@ import gpu_report
 import pytest
 import torch
 import torch.nn.functional as F
-from gpu_common import Setup
+from gpu_common import AbsentError, Setup
 from gpu_reference import dense_attention
 from torch import Tensor
 
+from tests.engine.stand_ins import EfficientBackward, EfficientForward
+from zellige_lightning.engine.kernel_choice import BY_NAME
 from zellige_lightning.engine.kernels_portable import MathKernel
 from zellige_lightning.planner import ProfileTable
 from zellige_lightning.recipes.wan21.config import named_config
@@ -131,6 +133,42 @@ def test_the_default_ends_within_eight_minutes() -> None:
 def test_results_show_no_folder() -> None:
     assert gpu_check.without_paths("no such file: /some/folder/of/mine/file.py") == "no such file: file.py"
     assert gpu_check.without_paths("1/2 of 3 bytes/s") == "1/2 of 3 bytes/s"
+
+
+def test_every_kernel_has_a_unit_and_every_unit_of_a_kernel_a_kernel() -> None:
+    units = {unit.name for unit in gpu_check.UNITS if unit.name.startswith("kernel-")}
+    activated = {"kernel-fa3", "kernel-fa4"}  # by PyTorch, in place of its own flash attention
+    assert units == activated | {f"kernel-{name}" for name in BY_NAME}
+
+
+@pytest.mark.parametrize(
+    ("name", "dtypes"), [("torch_efficient", (16, 32)), ("torch_varlen", None), ("math", (16, 16, 32))]
+)
+def test_a_kernel_is_checked_in_what_it_takes(
+    name: str, dtypes: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU before Ampere: no bf16, and no flash attention."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    setup = Setup(f"kernel-{name}", "cuda", True, 0.0, print)
+    if dtypes is None:
+        with pytest.raises(AbsentError, match="Ampere"):
+            gpu_kernels.check(setup)
+    else:
+        assert tuple(torch.finfo(dtype).bits for dtype in gpu_kernels.dtypes_of(name, setup)) == dtypes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_memory_efficient_kernel_passes_where_its_operators_do(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The check's own cases, empty segments and strided views among them, over stand-ins of the operators."""
+    monkeypatch.setattr(torch.ops.aten, "_efficient_attention_backward", EfficientBackward())
+    monkeypatch.setattr(torch.ops.aten, "_efficient_attention_forward", EfficientForward())
+    setup = Setup("kernel-torch_efficient", "cpu", True, time.monotonic() + 60, print)
+    with gpu_kernels.kernel_named("torch_efficient"):
+        for number, case in enumerate(gpu_kernels.cases(tiny=True)):
+            assert gpu_kernels.check_case(case, 64, dtype, setup, number)["right"], case.name
 
 
 class Broken(MathKernel):

@@ -12,13 +12,9 @@ from torch import Tensor
 
 from tests.engine.oracle import dense_attention, l2_error
 from zellige_lightning.engine import kernels, varlen_attention
-from zellige_lightning.engine.kernels import (
-    CpuFlashKernel,
-    MathKernel,
-    PackedLengths,
-    attention_backward,
-    attention_forward,
-)
+from zellige_lightning.engine.kernels import attention_backward, attention_forward
+from zellige_lightning.engine.kernels_portable import CpuFlashKernel, MathKernel
+from zellige_lightning.engine.packing import PackedLengths
 
 HEADS, DIM = 3, 20
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 6e-3, torch.float16: 8e-4}

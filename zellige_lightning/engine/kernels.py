@@ -6,75 +6,14 @@ tensors dense, so that kernels need not. Nobody else in the package imports one.
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Callable, Mapping
-from functools import cache
-from types import MappingProxyType
-
 import torch
 from torch import Tensor
 
-from zellige_lightning.engine.kernels_cuda import FlashAttnKernel, TorchVarlenKernel
-from zellige_lightning.engine.kernels_portable import CpuFlashKernel, MathKernel
-from zellige_lightning.engine.packing import AttentionKernel, PackedLengths, accumulation_dtype
-from zellige_lightning.errors import ConfigError, EngineError
+from zellige_lightning.engine.kernel_choice import kernel_for
+from zellige_lightning.engine.packing import ALIGNMENT, PackedLengths, accumulation_dtype
+from zellige_lightning.errors import EngineError
 
 INT32_MAX = 2**31 - 1
-BY_NAME: Mapping[str, Callable[[], AttentionKernel]] = MappingProxyType(  # best first
-    {
-        "cpu_flash": CpuFlashKernel,
-        "flash_attn": FlashAttnKernel,
-        "torch_varlen": TorchVarlenKernel,
-        "math": MathKernel,
-    }
-)
-KERNELS = ("auto", *BY_NAME)
-_wanted = "auto"
-
-
-def prefer_kernel(name: str) -> None:
-    """From now on, in this process, use that kernel for all tensors that it takes; `auto` lets capability
-    choose."""
-    global _wanted
-    _wanted = name
-    kernel_for.cache_clear()
-
-
-@cache
-def kernel_for(device_type: str, dtype: torch.dtype, head_dim: int) -> AttentionKernel:
-    """The kernel for tensors of that kind: the preferred one where it takes them, else the best that does."""
-    able = [name for name in BY_NAME if not lacks(name, device_type, dtype, head_dim)]
-    return BY_NAME[_wanted if _wanted in able else able[0]]()
-
-
-def lacks(name: str, device_type: str, dtype: torch.dtype, head_dim: int) -> str:
-    """Why the kernel cannot take such tensors; empty where it can."""
-    if name == "math":
-        return ""
-    if name == "cpu_flash":
-        return "" if device_type == "cpu" else "it runs on CPUs"
-    if device_type != "cuda":
-        return "it runs on CUDA GPUs"
-    if dtype not in (torch.float16, torch.bfloat16) or head_dim % 8 or head_dim > 256:
-        return "it takes fp16 and bf16, and head dims that are multiples of 8 up to 256"
-    if name == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
-        return "flash-attn is not installed"
-    return ""
-
-
-def require_kernel(name: str, device_type: str, dtype: torch.dtype, head_dim: int) -> AttentionKernel:
-    """`prefer_kernel`, where it takes the model's tensors; returns the kernel that they get.
-
-    Raises:
-        ConfigError: it does not.
-    """
-    if name != "auto" and (reason := lacks(name, device_type, dtype, head_dim)):
-        raise ConfigError(
-            f"engine.kernel = {name!r} cannot run {dtype} and head dim {head_dim} on {device_type}: {reason}",
-            fix="engine.kernel=auto",
-        )
-    prefer_kernel(name)
-    return kernel_for(device_type, dtype, head_dim)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, q_lengths: PackedLengths, k_lengths: PackedLengths) -> None:
@@ -115,10 +54,19 @@ def _check_lengths(q: Tensor, k: Tensor, q_lengths: PackedLengths, k_lengths: Pa
 
 
 def _dense(x: Tensor) -> Tensor:
-    """Kernels assume that the head dim has stride 1 (the CPU kernel returns garbage otherwise) and that 32
-    bits hold any offset, which may fail in a view of a packed projection."""
+    """Kernels assume that the head dim has stride 1 (the CPU kernel returns garbage otherwise), that 32 bits
+    hold any offset, and on GPUs that rows begin at whole 16 bytes. A view of a packed projection may fail
+    each."""
     reach = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
-    return x if x.stride(-1) == 1 and reach <= INT32_MAX else x.contiguous()
+    if x.stride(-1) == 1 and reach <= INT32_MAX and _is_aligned(x):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _is_aligned(x: Tensor) -> bool:
+    """As well as a copy would be: rows of odd length are aligned in no layout."""
+    step = ALIGNMENT // x.element_size()
+    return bool(x.shape[-1] % step) or not any(n % step for n in (x.storage_offset(), *x.stride()[:-1]))
 
 
 def _without_empty(q: PackedLengths, k: PackedLengths) -> tuple[PackedLengths, PackedLengths, bool]:

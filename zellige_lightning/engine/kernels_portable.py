@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import groupby
 
 import torch
 from torch import Tensor
 
-from zellige_lightning.engine.packing import PackedLengths, accumulation_dtype
+from zellige_lightning.engine.packing import PackedLengths, TensorKind, accumulation_dtype, joined
 
 
 def _runs(q_lengths: PackedLengths, k_lengths: PackedLengths) -> Iterator[tuple[int, int, int, int, int]]:
@@ -31,15 +31,14 @@ def _tokens_first(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(0, 1)
 
 
-def _joined(parts: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    """Each result over all runs; the only run's own where there is one, without a copy."""
-    return tuple(torch.cat(pieces) if len(pieces) > 1 else pieces[0] for pieces in zip(*parts, strict=True))
-
-
 class CpuFlashKernel:
     """PyTorch's flash attention for CPU, one call per run of segments of equal shape."""
 
     name = "cpu_flash"
+
+    @staticmethod
+    def lacks(kind: TensorKind) -> str:
+        return "" if kind.device_type == "cpu" else "it runs on CPUs"
 
     def forward(
         self,
@@ -59,7 +58,7 @@ class CpuFlashKernel:
                 scale=scale,
             )
             parts.append((_tokens_first(o), _tokens_first(s)))
-        out, lse = _joined(parts)
+        out, lse = joined(parts)
         return out, lse
 
     def backward(
@@ -88,7 +87,7 @@ class CpuFlashKernel:
                 scale=scale,
             )
             parts.append(tuple(_tokens_first(grad) for grad in grads))
-        dq, dk, dv = _joined(parts)
+        dq, dk, dv = joined(parts)
         return dq, dk, dv
 
 
@@ -96,6 +95,10 @@ class MathKernel:
     """Explicit softmax, in the accumulation dtype: exact for every dtype and device, quadratic in memory."""
 
     name = "math"
+
+    @staticmethod
+    def lacks(kind: TensorKind) -> str:
+        return ""
 
     def forward(
         self,

@@ -7,12 +7,16 @@ segment i and nothing else.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+ALIGNMENT = 16  # bytes that kernels on GPUs load at once
 
 
 class PackedLengths:
@@ -33,13 +37,19 @@ class PackedLengths:
 
 
 def packed_lengths(lengths: Tensor) -> PackedLengths:
-    """Of an int64 tensor on the host. Layers of one step share the result, and so one upload."""
-    return _packed(tuple(lengths.tolist()))
+    """Of an int64 tensor on the host."""
+    return shared_lengths(tuple(lengths.tolist()))
 
 
 @lru_cache(maxsize=64)
-def _packed(lengths: tuple[int, ...]) -> PackedLengths:
+def shared_lengths(lengths: tuple[int, ...]) -> PackedLengths:
+    """Layers of one step share the result, and so one upload."""
     return PackedLengths(lengths)
+
+
+def joined(parts: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """Each result over all parts of a pack; the only part's own where there is one, without a copy."""
+    return tuple(torch.cat(pieces) if len(pieces) > 1 else pieces[0] for pieces in zip(*parts, strict=True))
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -47,10 +57,28 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+@dataclass(frozen=True)
+class TensorKind:
+    """What decides which kernels can run.
+
+    Args:
+        capability: of the GPU, 10 * major + minor; 0 where there is none.
+    """
+
+    device_type: str
+    dtype: torch.dtype
+    head_dim: int
+    capability: int = 0
+
+
 class AttentionKernel(Protocol):
-    """A pair of functions behind one contract; never called with an empty segment."""
+    """A pair of functions behind one contract; never called with an empty segment. Results are contiguous."""
 
     name: str
+
+    @staticmethod
+    def lacks(kind: TensorKind) -> str:
+        """Why the kernel cannot take such tensors; empty where it can."""
 
     def forward(
         self,
