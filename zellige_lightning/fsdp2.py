@@ -29,7 +29,7 @@ from zellige_lightning.sharding import shard, trained_bytes
 from zellige_lightning.strategy import PlacingStrategy
 from zellige_lightning.trial import template_of
 
-_KEPT_SHARE = 0.25  # of the memory, that whole gradients may take between the backwards of a window
+KEPT_SHARE = 0.25  # of the memory, that whole gradients may take between the backwards of a window
 
 
 class ShardedStrategy(ModelParallelStrategy):
@@ -104,7 +104,7 @@ class ShardedStrategy(ModelParallelStrategy):
         """Whether whole gradients are kept between the backwards of a window."""
         if self._keep_gradients is not None or self.model is None:
             return bool(self._keep_gradients)
-        most = _KEPT_SHARE * usable_bytes(self.root_device, self.num_processes)
+        most = KEPT_SHARE * usable_bytes(self.root_device, self.num_processes)
         return trained_bytes(self.model) <= most
 
     @contextmanager

@@ -38,6 +38,7 @@ def shard(module: LightningModule, mesh: DeviceMesh, device: torch.device, templ
         ConfigError: parameters on the meta device that nothing initializes.
     """
     if isinstance(module, FSDPModule):
+        reshard(module)
         return
     layers = _layers(module)
     keep_template(module, _template(module, layers, template_layers))
@@ -46,6 +47,13 @@ def shard(module: LightningModule, mesh: DeviceMesh, device: torch.device, templ
         fully_shard(layer, mesh=mesh)
     _prepare(module, module, device)
     fully_shard(module, mesh=mesh)
+
+
+def reshard(module: nn.Module) -> None:
+    """After a forward without backward the root is still whole; only its shards can be read or written."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
 
 
 def _layers(module: LightningModule) -> list[nn.Module]:
@@ -132,15 +140,20 @@ def held_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def gathered_bytes(module: nn.Module) -> int:
-    """Most that a sharded module holds besides its shards: the root; the parameters of two layers, of which
-    the next is gathered ahead; gradients of one, and as much on their way. 0 if it is not sharded."""
+    """Most that a sharded module holds besides its shards; 0 if it is not sharded."""
     sizes = [
         sum(p.numel() * p.element_size() for p in unit.parameters())
         for unit in module.modules()
         if isinstance(unit, FSDPModule)
     ]
     root, *layers = sizes or [0]
-    return root - sum(layers) + 4 * max(layers, default=0)
+    return gathered_at_once(root, layers)
+
+
+def gathered_at_once(module: int, layers: list[int]) -> int:
+    """Of the whole module and of each layer, in bytes of parameters: what belongs to no layer; the parameters
+    of two layers, of which the next is gathered ahead; gradients of one, and as much on their way."""
+    return module - sum(layers) + 4 * max(layers, default=0)
 
 
 def _local(tensor: Tensor) -> Tensor:

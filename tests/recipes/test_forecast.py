@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -71,7 +72,9 @@ def test_states_are_counted() -> None:
     assert whole.total == 14_288_491_584 * (4 + 4 + 8 + 4)
     shard = states_of(module, 16, sharded=True, mixed=True, average=False)
     assert shard.total - shard.gathered == 893_030_724 * 16
-    assert shard.gathered == 3 * 2 * 351_394_304
+    assert shard.gathered == 4 * (232_719_424 + 4 * 351_394_304) and not shard.kept
+    kept = states_of(module, 16, sharded=True, mixed=False, average=False, keeps=lambda size: size < 30e9)
+    assert kept.kept == 2 * 14_288_491_584
     assert states_of(module, 1, sharded=False, mixed=False, average=False).parameters == 2 * 14_288_491_584
 
 
@@ -84,7 +87,7 @@ def dry_run(*overrides: str) -> dict:
 
 def test_14b_is_forecast_for_16_and_32_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     """On a machine that could not hold the model. Few tokens, to plan in no time."""
-    figures = dry_run("recipe=wan21_14b", "data.tokens_per_batch=400000", "planner.deterministic_limit=1")
+    figures = dry_run("recipe=wan21_14b", "data.tokens_per_batch=400000", "planner.deterministic_limit=0.2")
     text = capsys.readouterr().out
     assert figures["parameters"] == 14_288_491_584
     assert list(figures["worlds"]) == [
@@ -114,9 +117,15 @@ def test_samples_that_are_there_are_what_is_forecast(
         f"data.datamodule.folder={tmp_path / 'latents'}",
         "catalog.buckets=null",
     )
-    figures = dry_run(*overrides, "forecast.ranks=[2]", "forecast.cluster=a800", "model.model=demo")
-    assert "6 sequences" in (text := capsys.readouterr().out)
+    budget = "data.tokens_per_rank=200", "data.video_token_share=null"
+    figures = dry_run(
+        *overrides, *budget, "forecast.ranks=[2,8]", "forecast.cluster=a800", "model.model=demo"
+    )
+    text = capsys.readouterr().out
     assert "the first batch of" in text and "does not fit" not in text
+    tokens = [int(n.replace(",", "")) for n in re.findall(r"sequences, ([\d,]+) tokens", text)]
+    assert tokens[0] <= 400 and tokens[1] == 3 * 64 + 3 * 320, "the budget is that of all GPUs"
+    assert "Global batch on 8 GPUs: 6 sequences, 1,152 tokens" in text
     assert len(figures["worlds"]["2 GPUs, zellige"]["modes"]["full"]) == 2
 
 
