@@ -48,7 +48,8 @@ class ZelligeDataModule(LightningDataModule):
             them.
         batches_per_epoch: global batches that count as an epoch of a stream (an `IterableDataset`, or a
             `LanedStream`); None for anything else.
-        describe: index of an item -> `Sample` (key and grid), without decoding it; of a stream, the item.
+        describe: index of an item -> `Sample` (key and grid), without decoding it; where training is from a
+            stream, the item itself, also of a map-style dataset that is evaluated.
         tokenize: item -> (token fields with one row per token, fields with one value per sequence).
     """
 
@@ -231,10 +232,12 @@ class ZelligeDataModule(LightningDataModule):
 
     def _source(self, dataloader: Any) -> TokenSource:
         dataset = getattr(dataloader, "dataset", dataloader)
-        if self._describe is not None and self._tokenize is not None:
-            return DatasetSource(dataset, self._describe, self._tokenize)
         if isinstance(dataset, TokenSource):
             return dataset
+        if self._describe is not None and self._tokenize is not None:
+            beside_stream = self._batches_per_epoch is not None
+            describe = _of_items(self._describe, dataset) if beside_stream else self._describe
+            return DatasetSource(dataset, describe, self._tokenize)
         raise DataError(
             f"dataset {type(dataset).__name__} cannot be read by token ranges",
             fix="implement `TokenSource`, or pass `describe` and `tokenize` to ZelligeDataModule",
@@ -279,6 +282,10 @@ class ZelligeDataModule(LightningDataModule):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.inner.load_state_dict(state_dict)
+
+
+def _of_items(describe: Callable[[Any], Sample], dataset: Any) -> Callable[[int], Sample]:
+    return lambda index: describe(dataset[index])
 
 
 class LocalStep:

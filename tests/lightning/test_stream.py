@@ -21,6 +21,7 @@ from tests.lightning.toy import (
     make_toy,
     make_trainer,
     model_prices,
+    reference_loss,
     reference_training,
     tokens_of,
 )
@@ -58,6 +59,9 @@ class Items(IterableDataset[int]):
         yield from range(len(GRIDS))
 
 
+HELD_OUT = [1, 4, 8, 9, 13]  # items that are validated, among them two clips
+
+
 class Data(LightningDataModule):
     def __init__(self, stream: Any) -> None:
         super().__init__()
@@ -65,6 +69,9 @@ class Data(LightningDataModule):
 
     def train_dataloader(self) -> Any:
         return DataLoader(self.stream, batch_size=1) if isinstance(self.stream, Items) else self.stream
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(HELD_OUT)
 
 
 def describe(item: int) -> Sample:
@@ -125,6 +132,21 @@ def test_a_stream_goes_on_where_it_was(tmp_path: Path) -> None:
     for rest in run_distributed(train, 3, "lanes", settings, str(tmp_path), True, group=False):
         assert first[0]["batches"] + rest["batches"] == whole[0]["batches"]
         assert largest_difference(rest["parameters"], whole[0]["parameters"]) < 1e-6
+
+
+def validated(rank: int) -> dict[str, float]:
+    """A stream trains; before and between its steps a map-style dataset is validated by plan."""
+    model_prices()
+    trainer = make_trainer(limit_val_batches=None, val_check_interval=3, num_sanity_val_steps=1)
+    toy = make_toy()
+    trainer.fit(toy, wrapped(Lanes(), plan_evaluation=True))
+    losses = [float(reference_loss(toy.net, f"item-{n}", GRIDS[n])) for n in HELD_OUT]
+    return {"found": float(trainer.callback_metrics["val"]), "expected": sum(losses) / len(losses)}
+
+
+def test_held_out_samples_are_validated_beside_a_stream() -> None:
+    for result in run_distributed(validated, 2, group=False):
+        assert result["found"] == pytest.approx(result["expected"], abs=1e-6)
 
 
 def broken(rank: int) -> None:
