@@ -30,7 +30,13 @@ from zellige_lightning.profile_cache import fingerprint_of, load_or_measure
 from zellige_lightning.profile_runs import Measurement
 from zellige_lightning.profiler import ProfilerConfig, measure_table
 from zellige_lightning.services import Services
-from zellige_lightning.trace import AttentionShape, attention_shape, check_locality, check_packing
+from zellige_lightning.trace import (
+    AttentionShape,
+    attention_shape,
+    check_copy,
+    check_locality,
+    check_packing,
+)
 from zellige_lightning.trial import TrialStep, copy_module
 
 
@@ -91,11 +97,13 @@ def inspect_module(job: Job, router: AttentionRouter, world_size: int) -> Attent
     """The attention of a copy of the model, once it is known that its tokens mix nowhere else.
 
     Raises:
-        EngineError: no mixin, no attention call, or tokens that mix outside the engine or between sequences.
+        EngineError: no mixin, no attention call, a copy that is none, or tokens that mix outside the engine
+            or between sequences.
     """
     require_mixin(job.module)
     clone = copy_module(job.module, 1)
     shape = attention_shape(clone, router, job.trial)
+    check_copy(clone, job.module, router, job.trial)
     if job.self_check and world_size > 1 and job.planner.max_degree != 1:
         check_locality(clone, router, job.trial)
     if job.self_check:

@@ -516,6 +516,36 @@ class ZelligeStrategy(PlacingStrategy, DDPStrategy):
             )
         return super().load_checkpoint(checkpoint_path, *args, **kwargs)
 
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self._require_room()  # before a model that was built without memory gets any
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        module = self.lightning_module
+        assert module is not None
+        materialize(module, module, self.root_device)  # nothing can be copied into what has no memory
+        super().load_model_state_dict(checkpoint, strict=strict)
+
+    def take(self, pending: PendingStep) -> RankBatch:
+        first = super().take(pending)
+        step = self.planned_step
+        if step is not None and len(step.waves) > 1 and self._ddp_kwargs.get("static_graph"):
+            error = ConfigError(
+                "static_graph=True, and a batch that trains in waves: torch reduces a static graph only once",
+                fix="leave static_graph off; placement needs no static graph",
+                step=step.batch.step,
+            )
+            error.agreed = True  # all ranks hold the same plan
+            raise error
+        return first
+
+    def _require_room(self) -> None:
+        module = self.lightning_module
+        assert module is not None
+        if module.trainer.state.fn == TrainerFn.FITTING:
+            room = self.root_device, self.num_processes
+            self.services.agreement.together(lambda: require_room(module, *room))
+
     def setup(self, trainer: Trainer) -> None:
         if self._ddp_kwargs.get("static_graph") and accumulates(trainer):
             raise ConfigError(
@@ -524,9 +554,7 @@ class ZelligeStrategy(PlacingStrategy, DDPStrategy):
             )
         module = self.lightning_module
         assert module is not None
-        if trainer.state.fn == TrainerFn.FITTING:
-            room = self.root_device, self.num_processes
-            self.services.agreement.together(lambda: require_room(module, *room))
+        self._require_room()
         materialize(module, module, self.root_device)
         super().setup(trainer)
 

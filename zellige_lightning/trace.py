@@ -54,6 +54,40 @@ def attention_shape(clone: LightningModule, router: AttentionRouter, trial: Tria
     return AttentionShape(heads, dim, seen[0].dtype)
 
 
+def check_copy(
+    clone: LightningModule, module: LightningModule, router: AttentionRouter, trial: TrialStep
+) -> None:
+    """Whatever is measured runs forward and backward of copies. Where those reach the parameters that train,
+    gradients appear that no step asked for, and the wrapper that reduces them counts along.
+
+    Raises:
+        EngineError: names parameters of `module` that a step of its copy `clone` runs through.
+    """
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    with router.answered_by(_per_token), torch.enable_grad():
+        loss = trial.loss(clone, local_batch(small_batch(), trial.source))
+    if reached := [names[id(leaf)] for leaf in _trained_by(loss) if id(leaf) in names]:
+        raise EngineError(
+            f"a copy of {type(module).__name__} runs parameters of the original, such as {min(reached)!r}",
+            fix="copy.deepcopy leaves functions alone: where a forward was replaced by a function that holds"
+            " the layer, override the method instead",
+        )
+
+
+def _trained_by(loss: Tensor) -> list[Tensor]:
+    """The tensors that a backward of `loss` would give gradients to."""
+    waiting: list[Any] = [loss.grad_fn]
+    seen, leaves = set[Any]({None}), list[Tensor]()
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        leaves += [node.variable] if hasattr(node, "variable") else []
+        waiting += [following for following, _ in node.next_functions]
+    return leaves
+
+
 def check_locality(clone: LightningModule, router: AttentionRouter, trial: TrialStep) -> None:
     """Compare a small sequence whole and in two shards; a function of single tokens replaces attention.
 

@@ -201,6 +201,15 @@ class Nothing(Toy):
     coalesced_attention = ("net.blocks.*.attn",)
 
 
+class Hooked(Toy):
+    """Its layers run through functions that hold them, which no copy can change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.net.layers:
+            layer.forward = lambda x, plain=layer.forward: plain(x)
+
+
 def refused(rank: int, case: str) -> None:
     model_prices()
     static = ZelligeStrategy(static_graph=True)
@@ -215,8 +224,13 @@ def refused(rank: int, case: str) -> None:
         make_trainer(static, accumulate_grad_batches=2).fit(make_toy(), make_data())
     elif case == "static graph, schedule":
         make_trainer(static, callbacks=schedule).fit(make_toy(), make_data())
+    elif case == "static graph, waves":
+        small = ZelligeStrategy(static_graph=True, memory_cap_gib=0.5 / 1024)
+        make_trainer(small).fit(make_toy(), make_data(tokens_per_batch=400))
     elif case == "pattern":
         make_trainer().fit(make_toy(Nothing), make_data())
+    elif case == "copy":
+        make_trainer().fit(make_toy(Hooked), make_data())
     elif case == "other strategy":
         make_trainer("ddp").fit(make_toy(), make_data())
 
@@ -233,7 +247,9 @@ def refused(rank: int, case: str) -> None:
         ("manual", "ConfigError", "manual optimization"),
         ("static graph", "ConfigError", "static_graph=True with accumulate_grad_batches > 1"),
         ("static graph, schedule", "ConfigError", "static_graph=True with accumulate_grad_batches > 1"),
+        ("static graph, waves", "ConfigError", "static_graph=True, and a batch that trains in waves"),
         ("pattern", "EngineError", "no module of Nothing matches coalesced_attention=('net.blocks.*.attn',)"),
+        ("copy", "EngineError", "runs parameters of the original, such as 'net.layers.0.attn"),
         ("other strategy", "ConfigError", "a global batch arrived without a plan"),
     ],
 )
