@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from zellige_lightning import CoalescedAttentionMixin
 from zellige_lightning.batch import RankBatch
-from zellige_lightning.errors import ConfigError
+from zellige_lightning.errors import ConfigError, DataError
 from zellige_lightning.recipes.wan21.bucket_losses import BucketLosses
 from zellige_lightning.recipes.wan21.config import WanConfig, named_config
 from zellige_lightning.recipes.wan21.flow import FlowMatching, per_token_loss
@@ -21,6 +21,7 @@ from zellige_lightning.recipes.wan21.model import WanModel
 from zellige_lightning.recipes.wan21.sampler import SamplerSettings, sample_batch
 from zellige_lightning.recipes.wan21.schedule import RateSchedule
 from zellige_lightning.recipes.wan21.start import start_from
+from zellige_lightning.sharding import materialize
 
 
 class WanModule(CoalescedAttentionMixin, LightningModule):
@@ -30,8 +31,7 @@ class WanModule(CoalescedAttentionMixin, LightningModule):
         model: name of a size (`tiny`, `demo`, `wan21_1_3b`, `wan21_14b`) or a configuration.
         flow: the objective; default: shift 3, logit-normal times, one caption of ten dropped.
         weights: what training starts from: a file or folder of safetensors of either layout, or a repository
-            of the Hugging Face hub. None starts from random values. They are read before a checkpoint that is
-            resumed, which wins.
+            of the Hugging Face hub. None starts from random values. Not read where a checkpoint is loaded.
         lr, betas, weight_decay: of AdamW.
         schedule, warmup_steps, decay_steps, min_lr_ratio: of the rate, see `RateSchedule`.
         activation_checkpointing: recompute each block in backward.
@@ -77,35 +77,32 @@ class WanModule(CoalescedAttentionMixin, LightningModule):
         self._logged_step = -1
 
     def configure_model(self) -> None:
-        """Read `weights`, unless the strategy is to shard the parameters first. A collective.
+        """Give parameters memory, unless the strategy is to shard them first."""
+        strategy = self._trainer.strategy if self._trainer is not None else None
+        if not isinstance(strategy, ModelParallelStrategy):
+            materialize(self, self, strategy.root_device if strategy is not None else torch.device("cpu"))
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """What is loaded wins over `weights`, which may be gone by then."""
+        self._weights_read = True
+
+    def on_train_start(self) -> None:
+        """Read `weights`, into the shards of this rank where the model is sharded, unless a checkpoint was
+        loaded, which is only known by now. A collective.
 
         Raises:
             DataError: on all ranks, if any of them cannot read the weights, or they do not fit.
         """
-        if not self._is_sharded:
-            self._read_weights()
-
-    def on_fit_start(self) -> None:
-        """Read `weights` into the shards, each rank its own. A checkpoint that is resumed comes later."""
-        if self._is_sharded:
-            self._read_weights()
+        self._read_weights()
 
     def on_validation_start(self) -> None:
-        """As `on_fit_start`, where nothing is fitted and no checkpoint was given."""
-        if self._is_sharded and self.trainer.validating and self.trainer.ckpt_path is None:
-            self._read_weights()
-
-    @property
-    def _is_sharded(self) -> bool:
-        return self._trainer is not None and isinstance(self._trainer.strategy, ModelParallelStrategy)
+        """As `on_train_start`, where validation comes first or alone."""
+        self._read_weights()
 
     def _read_weights(self) -> None:
-        if self.weights is None or self._weights_read:
-            return
-        trainer = self._trainer
-        device = trainer.strategy.root_device if trainer is not None else torch.device("cpu")
-        start_from(self.model, self.weights, device, trainer.local_rank if trainer is not None else 0)
-        self._weights_read = True
+        if self.weights is not None and not self._weights_read:
+            start_from(self.model, self.weights, self.device, self.trainer.local_rank)
+            self._weights_read = True
 
     def init_weights(self, submodule: nn.Module) -> None:
         """Initial values of what one submodule holds itself; for models that were built without memory."""
@@ -123,7 +120,11 @@ class WanModule(CoalescedAttentionMixin, LightningModule):
 
         Args:
             flow, draw: noise, time and caption drop are those of this objective's draw number `draw`.
+
+        Raises:
+            DataError: samples that were encoded for another model.
         """
+        self._check_widths(batch)
         ranges = [segment.tokens for segment in batch.segments]
         inputs = flow.inputs(draw, batch.sequences, ranges, batch.tokens["latents"])
         text = batch.context["text"].masked_fill(inputs.dropped[:, None, None], 0.0)  # as an empty caption
@@ -131,6 +132,18 @@ class WanModule(CoalescedAttentionMixin, LightningModule):
             inputs.tokens, batch.positions, batch.segment_ids, inputs.timesteps, text, batch.lengths
         )
         return per_token_loss(velocity, inputs.target) * inputs.weights[batch.segment_ids]
+
+    def _check_widths(self, batch: RankBatch) -> None:
+        config = self.model.config
+        widths = {"latents": 4 * config.in_dim, "text": config.text_dim}
+        found = {"latents": batch.tokens["latents"].shape[1], "text": batch.context["text"].shape[2]}
+        if found != widths:
+            raise DataError(
+                f"the samples have {found['latents']} values in a token and {found['text']} in a row of their"
+                f" captions, the model reads {widths['latents']} and {widths['text']}",
+                fix="encode them with this model's VAE and text encoder; those of the demo's codec and texts"
+                " train model.model=demo",
+            )
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Log the losses by bucket, as often as the logger writes: means over the samples since then."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.recipes.packing import block_diagonal
 from zellige_lightning.batch import RankBatch, materialize
 from zellige_lightning.datamodule import local_batch
-from zellige_lightning.errors import ConfigError
+from zellige_lightning.errors import ConfigError, DataError
 from zellige_lightning.placement import (
     Bucket,
     GlobalBatch,
@@ -79,6 +79,12 @@ def test_losses_by_bucket_are_means_over_samples_however_they_are_split(
         assert (is_video, count) == (sequence.bucket.is_video, 1.0)
         assert loss == pytest.approx(part.mean().item())
     assert module._trained.total() == {}
+
+
+def test_samples_for_another_model_are_refused(module: WanModule) -> None:
+    wide = SyntheticSource(SOURCE.token_fields, {"text": FieldSpec((16, 4096), torch.float16)})
+    with pytest.raises(DataError, match="4096 in a row of their captions, the model reads 64 and 64"):
+        module.training_step(local_batch(BATCH, wide), 0)
 
 
 def test_a_dropped_caption_is_an_empty_one(module: WanModule) -> None:
