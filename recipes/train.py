@@ -54,7 +54,7 @@ def train(config: DictConfig) -> dict[str, Any]:
 
     losses: dict[str, float] = {}
     if config.evaluate:
-        losses |= evaluation(trainer, module, data, "before")
+        losses |= evaluation(trainer, module, data, "before", config.ckpt_path)
     trainer.fit(module, datamodule=data, ckpt_path=config.ckpt_path)
     if config.evaluate:
         losses |= evaluation(trainer, module, data, "after")
@@ -67,10 +67,11 @@ def train(config: DictConfig) -> dict[str, Any]:
 
 
 def evaluation(
-    trainer: Trainer, module: LightningModule, data: LightningDataModule, when: str
+    trainer: Trainer, module: LightningModule, data: LightningDataModule, when: str, ckpt: str | None = None
 ) -> dict[str, float]:
-    """The validation losses of images and videos, `val_loss_image` as `image_loss_before` and so on."""
-    (losses,) = trainer.validate(module, datamodule=data, verbose=False)
+    """The validation losses of images and videos, `val_loss_image` as `image_loss_before` and so on; of the
+    weights in the checkpoint `ckpt`, if there is one."""
+    (losses,) = trainer.validate(module, datamodule=data, ckpt_path=ckpt, verbose=False)
     kinds = {kind: losses.get(f"val_loss_{kind}") for kind in ("image", "video")}
     return {f"{kind}_loss_{when}": loss for kind, loss in kinds.items() if loss is not None}
 

@@ -10,8 +10,9 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.optim.swa_utils import AveragedModel
+
+from zellige_lightning.sharding import reshard
 
 
 class WeightAverage(EMAWeightAveraging):
@@ -19,7 +20,9 @@ class WeightAverage(EMAWeightAveraging):
     in the checkpoint as `state_dict`, with the trained weights beside it as `current_model_state`.
 
     Lightning's own cannot copy a module that is sharded. Here each rank then averages its own shards, once
-    the strategy has made them, and both states are parts of the checkpoint folder.
+    the strategy has made them, and both states are parts of the checkpoint folder. And it writes the average
+    for the trained weights, which are lost, where a checkpoint is saved while the module holds the average:
+    at the end of training, or because a validation fails. Here both change places, and stay apart.
 
     Args:
         decay: of the average, per optimizer step.
@@ -27,8 +30,12 @@ class WeightAverage(EMAWeightAveraging):
 
     def __init__(self, decay: float = 0.9999) -> None:
         super().__init__(use_buffers=False, decay=decay)
+        self._in_use, self._ended = False, False  # the module holds the average; for good
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":
+            self._in_use = self._ended = False
+            self._device = trainer.strategy.root_device  # where the module goes, which is not there yet
         if isinstance(trainer.strategy, ModelParallelStrategy):
             return
         with (
@@ -43,25 +50,41 @@ class WeightAverage(EMAWeightAveraging):
         if isinstance(trainer.strategy, ModelParallelStrategy):
             self._average_model = AveragedModel(_Shards(pl_module), **self._kwargs)
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Weights may have been read since the average was made."""
-        if self._is_sharded and self._average_model is not None and not self._average_model.n_averaged:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not self._in_use:
+            self._swap_models(pl_module)
+        self._ended = True
+
+    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._average_model is None or self._ended:
+            return
+        if not self._average_model.n_averaged:  # weights may have been read since it was made
             self._start_anew(pl_module)
+        self._swap_models(pl_module)
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not self._ended:
+            super().on_validation_epoch_end(trainer, pl_module)
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         if not self._is_sharded:
             super().on_save_checkpoint(trainer, pl_module, checkpoint)
-            return
-        assert self._average_model is not None
-        checkpoint["current_model_state"] = checkpoint["state_dict"]
-        checkpoint["state_dict"] = self._shards_by_name(pl_module)
-        checkpoint["averaging_state"] = {"n_averaged": self._average_model.n_averaged.cpu()}
+        else:
+            assert self._average_model is not None
+            checkpoint["current_model_state"] = checkpoint["state_dict"]
+            checkpoint["state_dict"] = self._shards_by_name(pl_module)
+            checkpoint["averaging_state"] = {"n_averaged": self._average_model.n_averaged.cpu()}
+        if self._in_use:
+            trained, average = checkpoint["state_dict"], checkpoint["current_model_state"]
+            checkpoint["state_dict"], checkpoint["current_model_state"] = average, trained
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
+        if self._average_model is None:  # nothing is fitted: the strategy loads the average
+            return
         if not self._is_sharded:
             super().on_load_checkpoint(trainer, pl_module, checkpoint)
             return
@@ -91,12 +114,9 @@ class WeightAverage(EMAWeightAveraging):
         return {n: average.detach() for n, (average, _) in zip(names, self._pairs(pl_module), strict=True)}
 
     def _swap_models(self, pl_module: LightningModule) -> None:
-        _reshard(pl_module)
+        reshard(pl_module)
         super()._swap_models(pl_module)
-
-    def _copy_average_to_current(self, pl_module: LightningModule) -> None:
-        _reshard(pl_module)
-        super()._copy_average_to_current(pl_module)
+        self._in_use = not self._in_use
 
 
 class _Shards(nn.Module):
@@ -107,10 +127,3 @@ class _Shards(nn.Module):
         self.copies = nn.ParameterList([p.detach().clone() for p in module.parameters()])
         for number, buffer in enumerate(module.buffers()):
             self.register_buffer(str(number), buffer.detach().clone())
-
-
-def _reshard(module: nn.Module) -> None:
-    """After a forward without backward the root is still whole; its shards are what is averaged."""
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()

@@ -13,6 +13,7 @@ import shutil
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -62,6 +63,15 @@ def verify(path: Path) -> None:
             f"checkpoint {path.name!r} is damaged: {', '.join(names[:4])}" + " ..." * (len(names) > 4),
             fix="go on from an earlier checkpoint",
         )
+
+
+def put_back(folder: Path) -> None:
+    """Give checkpoints their names again that a job which was killed between two renames was to replace."""
+    for kept in folder.glob(".*.replaced"):
+        path = folder / kept.name[1:].removesuffix(".replaced")
+        if not path.exists():
+            with suppress(OSError):  # another rank was faster
+                kept.rename(path)
 
 
 def holds_shards(state: Any) -> bool:

@@ -8,9 +8,24 @@ import pytest
 import torch
 
 from tests.distributed import run_distributed, run_outcomes
-from tests.lightning.toy import Source, Toy, make_data, make_toy, make_trainer, model_prices, reference_loss
-from zellige_lightning import ZelligeStrategy
+from tests.lightning.toy import (
+    Source,
+    Toy,
+    batches_of,
+    callback_of,
+    flat,
+    largest_difference,
+    make_data,
+    make_toy,
+    make_trainer,
+    model_prices,
+    reference_loss,
+    reference_training,
+    whole_tensor,
+)
+from zellige_lightning import ZelligeFSDP2Strategy, ZelligeStrategy
 from zellige_lightning.batch import RankBatch
+from zellige_lightning.monitor import MakespanMonitor
 
 HELD_OUT = Source("val", 5, 2)
 
@@ -28,34 +43,48 @@ class Watched(Toy):
         super().validation_step(batch, batch_idx)
 
 
-def evaluate(rank: int, cap_mib: int | None) -> dict[str, Any]:
+def evaluate(rank: int, cap_mib: int | None, strategy: str = "zellige") -> dict[str, Any]:
     """Validates before and during a fit, while the next training batch is prepared, and tests after it."""
     model_prices()
     cap = None if cap_mib is None else cap_mib / 1024
+    kind = {"zellige": ZelligeStrategy, "zellige_fsdp2": ZelligeFSDP2Strategy}[strategy]
     trainer = make_trainer(
-        ZelligeStrategy(planner={"memory_cap_gib": cap}), limit_val_batches=None, val_check_interval=2
+        kind(planner={"memory_cap_gib": cap}), limit_val_batches=None, val_check_interval=2
     )
     toy, data = make_toy(Watched), make_data(plan_evaluation=True)
     assert isinstance(toy, Watched)
     (before,) = trainer.validate(toy, data, verbose=False)
     waves = len(toy.waves)
     trainer.fit(toy, data)
+    whole = Toy()
     with torch.no_grad():
-        expected = {k: float(reference_loss(toy.net, k, g)) for k, g in HELD_OUT.grids.items()}
+        for own, trained in zip(whole.parameters(), toy.parameters(), strict=True):
+            own.copy_(whole_tensor(trained))
+        expected = {k: float(reference_loss(whole.net, k, g)) for k, g in HELD_OUT.grids.items()}
+    batches = batches_of(callback_of(trainer, MakespanMonitor).records)
+    drift = largest_difference(flat(whole), reference_training(batches)[0])
     fitted = float(trainer.callback_metrics["val"])
     (tested,) = trainer.test(toy, data, verbose=False)
     seen = {key: degree for wave in toy.waves for key, degree in wave.items()}
     return {
         "mean": sum(expected.values()) / len(expected),
         **{"before": before["val"], "fitted": fitted, "test": tested["test"]},
-        **{"seen": seen, "waves": waves, "rounds": len(toy.waves) / waves},
+        **{"drift": drift, "seen": seen, "waves": waves, "rounds": len(toy.waves) / waves},
     }
 
 
-@pytest.mark.parametrize("cap_mib", [None, 1])
-def test_losses_are_those_of_whole_sequences(cap_mib: int | None) -> None:
-    (alone,) = run_distributed(evaluate, 1, None, group=False)
-    for found in run_distributed(evaluate, 2, cap_mib, group=False):
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Any]:
+    (found,) = run_distributed(evaluate, 1, None, group=False)
+    return found
+
+
+@pytest.mark.parametrize(("cap_mib", "strategy"), [(None, "zellige"), (1, "zellige"), (1, "zellige_fsdp2")])
+def test_losses_are_those_of_whole_sequences(
+    cap_mib: int | None, strategy: str, alone: dict[str, Any]
+) -> None:
+    for found in run_distributed(evaluate, 2, cap_mib, strategy, group=False):
+        assert found["drift"] < 1e-6, "training is not what it is without validation"
         assert sorted(found["seen"]) == sorted(HELD_OUT.grids)
         assert max(found["seen"].values()) == 2, "nothing was split"
         assert found["fitted"] == found["test"] == pytest.approx(found["mean"], abs=1e-6)

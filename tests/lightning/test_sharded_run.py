@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from safetensors.torch import load_file
@@ -37,6 +38,7 @@ from zellige_lightning import ZelligeDataModule, memory_budget, sharded_checkpoi
 from zellige_lightning.batch import RankBatch
 from zellige_lightning.errors import ConfigError, DataError
 from zellige_lightning.fsdp2 import order_communicators
+from zellige_lightning.last_checkpoint import StepCheckpoint
 from zellige_lightning.recipes.wan21.config import WanConfig
 from zellige_lightning.recipes.wan21.export import main
 from zellige_lightning.recipes.wan21.module import WanModule
@@ -206,19 +208,32 @@ def test_saving_again_replaces_the_folder(copied: Path) -> None:
     assert not list(copied.glob("__1_*")), "files of the checkpoint that was replaced are left"
 
 
+def test_a_kill_while_a_folder_is_replaced_costs_nothing(copied: Path) -> None:
+    """Between its two renames the folder has neither name."""
+    copied.rename(copied.with_name(".last.ckpt.replaced"))
+    callback = StepCheckpoint(str(copied.parent), save_last=True)
+    assert callback._find_last_checkpoints(Trainer(logger=False)) == {str(copied.with_name("last.ckpt"))}
+    assert set(ShardedTensors(copied.with_name("last.ckpt")))
+
+
 class WithAdam(Toy):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), 0.01)
 
 
 def crosswise(rank: int, sharded: str, folder: str) -> str:
-    """Train to a file under `zellige`; open that sharded, and then the folder unsharded."""
+    """Train to a file under `zellige`; open that sharded, and in a model that has no memory yet, and then the
+    folder unsharded."""
     model_prices()
     whole, file = make_toy(WithAdam), f"{folder}/whole.ckpt"
     trainer = make_trainer("zellige", limit_train_batches=1)
     trainer.fit(whole, make_data())
     trainer.save_checkpoint(file)
     assert opened(rank, file, WithAdam) == digest(whole)
+    with torch.device("meta"):
+        built = WithAdam()
+    make_trainer("zellige", max_steps=1).fit(built, make_data(), ckpt_path=file)
+    assert digest(built) == digest(whole)
     try:
         make_trainer("zellige").fit(make_toy(), make_data(), ckpt_path=sharded)
     except ConfigError as error:

@@ -74,16 +74,15 @@ def test_from_media_to_diffusers(tmp_path: Path, tiny_buckets: Path) -> None:
     losses = [float(row["val_loss"]) for row in rows if row["val_loss"]]
     assert len(losses) == 4 and losses[-1] < losses[0]
 
-    samples = sorted((tmp_path / "run").rglob("step-0000012/*"))
-    assert [path.suffix for path in samples] == [".png", ".mp4", ".json"]
-    with Image.open(samples[0]) as image:
+    samples = {path.suffix: path for path in (tmp_path / "run").rglob("step-0000012/*")}
+    assert set(samples) == {".png", ".mp4", ".json"}
+    with Image.open(samples[".png"]) as image:
         assert image.size[0] % 16 == 0
 
     exported = {"average": "--ema", "trained": ""}
     for name, option in exported.items():
         run(f"zellige-export run/checkpoints/last.ckpt {name} --dtype float32 {option}", tmp_path)
         check(tmp_path / name, tmp_path / "run" / "checkpoints" / "last.ckpt", ema=bool(option))
-    assert losses  # the average is what was validated; both exports differ
     weights = [WanTransformer3DModel.from_pretrained(tmp_path / name).state_dict() for name in exported]
     assert any(not torch.equal(values, weights[1][name]) for name, values in weights[0].items())
 

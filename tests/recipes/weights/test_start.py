@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import LightningDataModule, seed_everything
 
 from tests.distributed import run_distributed, run_outcomes
-from tests.lightning.toy import make_trainer, model_prices
+from tests.lightning.toy import make_trainer, model_prices, whole_tensor
 from tests.recipes.packing import random_model
 from tests.recipes.test_module import SOURCE
 from zellige_lightning.datamodule import ZelligeDataModule
@@ -19,7 +19,7 @@ from zellige_lightning.errors import DataError
 from zellige_lightning.recipes.wan21.config import CONFIGS
 from zellige_lightning.recipes.wan21.layouts import LAYOUTS, ORIGINAL
 from zellige_lightning.recipes.wan21.module import WanModule
-from zellige_lightning.recipes.wan21.start import find_weights
+from zellige_lightning.recipes.wan21.start import find_weights, start_from
 from zellige_lightning.recipes.wan21.weights import save_weights
 from zellige_lightning.sources import Sample, SyntheticSource
 
@@ -47,29 +47,32 @@ def test_a_module_holds_the_weights_before_it_trains(layout: str, tmp_path: Path
     module = WanModule("tiny", weights=str(tmp_path / "weights"))
     assert all(p.is_meta for p in module.parameters())
     module.configure_model()
-    assert all(torch.equal(p, state[name]) for name, p in module.model.named_parameters())
-    module.configure_model()  # a callback that averages weights asks as well
+    assert not any(p.is_meta for p in module.parameters())
+    start_from(module.model, str(tmp_path / "weights"), torch.device("cpu"), 0)
     assert all(torch.equal(p, state[name]) for name, p in module.model.named_parameters())
 
 
-def fit(rank: int, weights: str, save_to: str | None = None, resume: str | None = None) -> dict[str, Any]:
+def fit(
+    rank: int, weights: str, save_to: str | None = None, resume: str | None = None, strategy: str = "zellige"
+) -> dict[str, Any]:
     """One step that changes next to nothing. `{rank}` in `weights` is the rank."""
     model_prices()
     seed_everything(0, workers=True, verbose=False)
     module = WanModule("tiny", weights=weights.format(rank=rank), lr=1e-9, warmup_steps=0)
-    trainer = make_trainer(max_steps=1 if resume is None else 2, max_epochs=-1)
+    trainer = make_trainer(strategy, max_steps=1 if resume is None else 2, max_epochs=-1)
     trainer.fit(module, ZelligeDataModule(Data(), tokens_per_batch=20), ckpt_path=resume)
     if save_to is not None:
         trainer.save_checkpoint(save_to)
-    return {name: p.detach().numpy() for name, p in module.model.named_parameters()}
+    return {name: whole_tensor(p).numpy() for name, p in module.model.named_parameters()}
 
 
-def test_two_ranks_train_from_them_and_a_checkpoint_wins_over_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["zellige", "zellige_fsdp2"])
+def test_two_ranks_train_from_them_and_a_checkpoint_needs_them_no_more(strategy: str, tmp_path: Path) -> None:
     state = saved(tmp_path / "weights")
-    checkpoint = str(tmp_path / "run.ckpt")
-    first, second = run_distributed(fit, 2, str(tmp_path / "weights"), checkpoint, group=False)
-    saved(tmp_path / "others", scale=2.0)
-    (resumed,) = run_distributed(fit, 1, str(tmp_path / "others"), None, checkpoint, group=False)
+    checkpoint, path = str(tmp_path / "run.ckpt"), str(tmp_path / "weights")
+    first, second = run_distributed(fit, 2, path, checkpoint, None, strategy, group=False)
+    (tmp_path / "weights").rename(tmp_path / "gone")
+    (resumed,) = run_distributed(fit, 1, path, None, checkpoint, strategy, group=False)
     for name, values in state.items():
         assert (first[name] == second[name]).all()
         for found in (first, resumed):
