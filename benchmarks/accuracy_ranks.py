@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -24,6 +24,7 @@ from zellige_lightning.placement import GlobalBatch, Plan
 from zellige_lightning.placement.plan import rank_sums
 from zellige_lightning.planner import MemoryModel, PlannerConfig, ProfileTable, make_planner
 from zellige_lightning.planner.calibration import Calibration, Observation, calibrate, held_out_errors
+from zellige_lightning.planner.filling import filling_of
 from zellige_lightning.profile_rounds import Rounds, base, informative_first, probes_of
 from zellige_lightning.profile_runs import Measurement
 from zellige_lightning.profile_table import table_of
@@ -160,7 +161,9 @@ class _Accuracy(_Ranks):
         wanted = [*case.candidates, *([ours] if ours.options not in known else [])]
         candidates = [c for c in wanted if all(self._is_priced(case, c, t) for t in tables.values())]
         return [
-            Trial(case.batch.step, c.kind, c.options, self._materialize(case.batch, c.options))
+            Trial(
+                case.batch.step, c.kind, c.options, self._materialize(case.batch, c.options, tables["wall"])
+            )
             for c in candidates
         ]
 
@@ -170,9 +173,10 @@ class _Accuracy(_Ranks):
             table.price_us(s.bucket, o.config, self.topology.class_of(o.ranks)) is not None for s, o in pairs
         )
 
-    def _materialize(self, batch: GlobalBatch, options: Options) -> RankBatch:
+    def _materialize(self, batch: GlobalBatch, options: Options, table: ProfileTable) -> RankBatch:
         nothing = (0,) * self.world
         plan = Plan(batch.step, self.world, options, nothing, nothing)
+        plan = replace(plan, filling=filling_of(plan, batch, table, self.topology))  # as the planner does
         return materialize(batch, plan, self.rank, self.trial.source)
 
     def _measure(self, trials: Sequence[Trial]) -> Times:

@@ -25,6 +25,11 @@ def pin(rank: int) -> None:
     torch.set_num_threads(1)
 
 
+def has_own_core(world_size: int) -> bool:
+    """Whether every rank has; if not, wall clock says nothing."""
+    return world_size <= len(CORES)
+
+
 def queued_s() -> float:
     """How long this process's threads were ready to run and had no core, so far; 0 where the system does
     not tell."""

@@ -19,8 +19,9 @@ from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 
+from ranks import has_own_core
 from step_ranks import Job, StepTime, run_rank
-from step_report import AGAIN, OURS, Entry, Measured, Placement, flat_figures, uses_wall_clock, write
+from step_report import AGAIN, OURS, Entry, Measured, Placement, flat_figures, write
 
 from zellige_lightning.placement import Bucket, ParallelConfig, Plan
 
@@ -42,18 +43,17 @@ BATCHES: tuple[Batch, ...] = (
 )
 QUICK_RIVALS = ("naive", "adaptive_load", "usp", "knapformer")
 ALL_RIVALS = ("paper", *QUICK_RIVALS, "disjoint", "flexsp", "megatron", "hotspa", "bytescale", "skrull")
-QUICK_REPEATS, REPEATS = 3, 4
+REPEATS = 6
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer rounds and rivals")
+    parser.add_argument("--quick", action="store_true", help="fewer rivals")
     parser.add_argument("--ranks", type=int, default=2, choices=(2, 4))
     parser.add_argument("--json", metavar="FILE", help="write flat figures")
     parser.add_argument("--report", metavar="FILE", help="write a dated Markdown report")
     options = parser.parse_args()
-    rivals, repeats = (QUICK_RIVALS, QUICK_REPEATS) if options.quick else (ALL_RIVALS, REPEATS)
-    measured = measure(options.ranks, BATCHES, rivals, repeats)
+    measured = measure(options.ranks, BATCHES, QUICK_RIVALS if options.quick else ALL_RIVALS, REPEATS)
     figures = flat_figures(measured)
     if options.json:
         Path(options.json).write_text(json.dumps(figures, indent=1), encoding="utf-8")
@@ -94,13 +94,13 @@ def _entry(of_ranks: list[list[StepTime]], batch: Batch, plan: Plan | None) -> E
         return None
     steps = list(zip(*of_ranks, strict=True))
     calm = sorted(steps, key=_queued_share)[: len(steps) // 2]
-    walls = [max(step.wall_s for step in ranks) for ranks in calm]
-    busiest = [max(step.cpu_s for step in ranks) for ranks in calm]
+    walls = tuple(max(step.wall_s for step in ranks) for ranks in calm)
+    busiest = tuple(max(step.cpu_s for step in ranks) for ranks in calm)
     shares = [max(s.cpu_s for s in ranks) * len(ranks) / sum(s.cpu_s for s in ranks) for ranks in calm]
     losses = [sum(step.loss for step in ranks) / len(ranks) for ranks in calm]
     return Entry(
-        makespan_s=median(walls if uses_wall_clock(len(of_ranks)) else busiest),
-        busiest_cpu_s=median(busiest),
+        makespans_s=walls if has_own_core(len(of_ranks)) else busiest,
+        busiest_cpus_s=busiest,
         imbalance=median(shares),
         predicted_s=plan.predicted_us / 1e6,
         loss=median(losses),

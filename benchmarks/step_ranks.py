@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.precision import Precision
-from ranks import pin, queued_s
+from ranks import has_own_core, pin, queued_s
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -153,28 +153,29 @@ class _Ranks:
         times: dict[tuple[int, int], list[StepTime]] = {}
         for repeat in range(1 + self.job.rounds):
             for b, batch in enumerate(batches):
-                for key, step in self._turns(b, batch, plans).items():
+                for key, step in self._turns(b, batch, plans, repeat).items():
                     times.setdefault(key, []).extend([step] if repeat else [])  # the first round warms up
         whole_us = {bucket.name: table.whole_us(bucket) for bucket in table.buckets}
         return {"times": times, "plans": plans if self.rank == 0 else None, "whole_us": whole_us}
 
     def _turns(
-        self, b: int, batch: GlobalBatch, plans: dict[str, list[Plan | None]]
+        self, b: int, batch: GlobalBatch, plans: dict[str, list[Plan | None]], repeat: int
     ) -> dict[tuple[int, int], StepTime]:
-        """One step of every entry on one batch, one after the other."""
-        steps = {}
-        for e, name in enumerate(self.job.entries):
+        """One step of every entry on one batch, one after the other; another begins in each round, since a
+        step's time also depends on what ran before it."""
+        steps, turns = {}, list(enumerate(self.job.entries))
+        first = repeat % len(turns)
+        for e, name in turns[first:] + turns[:first]:
             if (plan := plans[name][b]) is not None:
                 steps[e, b] = self._step(materialize(batch, plan, self.rank, self.trial.source))
         return steps
 
     def _profile(self, buckets: Iterable[Bucket]) -> ProfileTable:
-        """Measured through the same engine, by CPU seconds; rank 0's table is everybody's."""
+        """As the strategy measures it, in the same time; rank 0's table is everybody's."""
         agreement = Agreement(timedelta(minutes=5))
         measurement = Measurement(self.module, self.engine, self.router, agreement, self.trial)
         ordered = tuple(sorted(buckets, key=lambda b: b.num_tokens))
-        # Uncorrected, since all policies share the prices, and within what leaves the steps their time.
-        config = ProfilerConfig(mixed_plans=0, time_budget_s=90.0, progress_bar=False, clock="cpu")
+        config = ProfilerConfig(progress_bar=False, clock="wall" if has_own_core(self.world) else "cpu")
         table = measure_table(
             measurement,
             config,

@@ -14,7 +14,7 @@ from zellige_lightning.planner import MemoryModel, ProfileTable
 from zellige_lightning.planner.calibration import Observation
 from zellige_lightning.planner.cost import PriceKey
 from zellige_lightning.planner.options import legal_rank_sets
-from zellige_lightning.profile_runs import Measurement
+from zellige_lightning.profile_runs import Fill, Measurement
 
 _LARGEST = 2.0  # a rank's load, in prices of the dearest option
 _MOST_SEQUENCES = 64  # on a rank
@@ -93,16 +93,20 @@ class MixMaker:
 
 
 def observed(
-    measurement: Measurement, mixes: Sequence[Mix], repeats: int, budget_s: float, clock: str
+    measurement: Measurement, mixes: Sequence[Mix], repeats: int, budget_s: float, clock: str, fill: Fill
 ) -> list[Observation]:
-    """Makespans of the mixes that fit in memory and in the budget; repeats are interleaved. A collective."""
+    """Makespans of the mixes that fit in memory and in the budget; repeats are interleaved. A collective.
+
+    Args:
+        fill: their pauses are filled as in training.
+    """
     times: dict[int, list[float]] = {}
     batches: dict[int, RankBatch] = {}
     seconds = 0.0
     for number, mix in enumerate(mixes):
         if measurement.elapsed_s + 2 * seconds > budget_s:
             break
-        batch = measurement.plan(list(mix.options), list(mix.buckets))
+        batch = measurement.plan(list(mix.options), list(mix.buckets), fill)
         began = measurement.elapsed_s
         if measurement.fits(batch):
             batches[number] = batch

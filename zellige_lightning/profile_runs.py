@@ -6,7 +6,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -21,7 +21,10 @@ from zellige_lightning.engine.routing import engine_of_step
 from zellige_lightning.engine.saving import SavePolicy
 from zellige_lightning.mixin import require_mixin
 from zellige_lightning.placement import Bucket, GlobalBatch, PlacementOption, Plan, whole
+from zellige_lightning.placement.plan import Filling
 from zellige_lightning.trial import TrialStep, copy_module, layer_list
+
+Fill = Callable[[Plan, GlobalBatch], tuple[Filling, ...]]
 
 _REDUCED_VALUES = 1 << 26  # gradients that are timed; more take proportionally longer
 _NO_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")
@@ -84,11 +87,19 @@ class Measurement:
         """Rank 0's text, on every rank."""
         return self._agreement.share(text)
 
-    def plan(self, options: list[PlacementOption], buckets: list[Bucket]) -> RankBatch:
-        """This rank's part of a batch of synthetic sequences, `options[i]` placing one of `buckets[i]`."""
+    def plan(
+        self, options: list[PlacementOption], buckets: list[Bucket], fill: Fill | None = None
+    ) -> RankBatch:
+        """This rank's part of a batch of synthetic sequences, `options[i]` placing one of `buckets[i]`.
+
+        Args:
+            fill: which whole sequences run in which pause; without it all run in the first.
+        """
         batch = GlobalBatch.of(0, 0, ((f"profile-{i}", bucket) for i, bucket in enumerate(buckets)))
         nothing = (0,) * self.world_size
         plan = Plan(0, self.world_size, tuple(options), nothing, nothing)
+        if fill is not None:
+            plan = replace(plan, filling=fill(plan, batch))
         return materialize(batch, plan, self._agreement.rank, self._trial.source)
 
     def fits(self, batch: RankBatch) -> bool:

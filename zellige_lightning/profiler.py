@@ -18,6 +18,7 @@ from zellige_lightning.errors import ConfigError
 from zellige_lightning.placement import Bucket, ParallelConfig, Topology
 from zellige_lightning.planner import MemoryModel, ProfileTable
 from zellige_lightning.planner.calibration import Calibration, Observation, calibrate
+from zellige_lightning.planner.filling import filling_of
 from zellige_lightning.profile_cache import short_digest
 from zellige_lightning.profile_mixes import MixMaker, observed
 from zellige_lightning.profile_rounds import Rounds, base, informative_first, probes_of
@@ -155,7 +156,8 @@ def measure_table(
     if not config.mixed_plans:
         return table
     mixes = MixMaker(table, topology, family, memory, cap_mib).mixes(config.mixed_plans)
-    steps = observed(measurement, mixes, config.repeats, config.time_budget_s, config.clock)
+    fill = lambda plan, batch: filling_of(plan, batch, table, topology)  # noqa: E731
+    steps = observed(measurement, mixes, config.repeats, config.time_budget_s, config.clock, fill)
     calibration = calibrate(table, topology, [_with_reduction(step, reduce_us) for step in steps])
     _report_calibration(calibration, len(steps))
     return calibration.applied_to(table)
