@@ -14,10 +14,16 @@ SMALLEST_SPREAD = 0.20  # of the measured times of a batch's plans: below it the
 _DRAWS = 2000
 
 
-def settled(times: Sequence[float], disturbed: Sequence[bool]) -> float:
-    """Median of the repeats that nobody disturbed; of all, where there is none."""
-    alone = [time for time, was in zip(times, disturbed, strict=True) if not was]
-    return median(alone or times)
+def calmer(times: Sequence[float], queued: Sequence[float]) -> list[float]:
+    """The half of the repeats that waited least for a core: a rank's own communication thread makes it wait
+    a little in every step, other programs in some. All of them where they waited alike."""
+    most = median(queued)
+    return [time for time, waited in zip(times, queued, strict=True) if waited <= most]
+
+
+def settled(times: Sequence[float], queued: Sequence[float]) -> float:
+    """Median of the calmer half of the repeats."""
+    return median(calmer(times, queued))
 
 
 @dataclass(frozen=True)
@@ -31,7 +37,7 @@ class Row:
         held_out: neither prices nor terms have seen it.
         splits: sequences that are split; mixed: some rank holds shards beside whole sequences.
         predicted_s, predicted_cpu_s: makespan by wall clock, and processor seconds of the busiest rank.
-        wall_s, cpu_s: of every repeat; disturbed: whether other programs held a core in it.
+        wall_s, cpu_s: of every repeat; queued: largest share of it that a rank waited for a core.
         memory_mib: largest rank, with parameters, gradients and optimizer state; measured of held-out plans
             only. predicted_mib: what the memory model says of it.
     """
@@ -46,12 +52,12 @@ class Row:
     predicted_cpu_s: float
     wall_s: tuple[float, ...]
     cpu_s: tuple[float, ...]
-    disturbed: tuple[bool, ...]
+    queued: tuple[float, ...]
     memory_mib: float | None
     predicted_mib: float
 
     def measured(self, clock: str = "wall") -> float:
-        return settled(self.wall_s if clock == "wall" else self.cpu_s, self.disturbed)
+        return settled(self.wall_s if clock == "wall" else self.cpu_s, self.queued)
 
     def predicted(self, clock: str = "wall") -> float:
         return self.predicted_s if clock == "wall" else self.predicted_cpu_s
@@ -156,9 +162,7 @@ def repeat_noise_pct(rows: Sequence[Row], clock: str = "wall") -> float:
     """How far two medians of the same plan are apart on average: odd against even repeats."""
     pairs = []
     for row in rows:
-        times = row.wall_s if clock == "wall" else row.cpu_s
-        alone = [time for time, was in zip(times, row.disturbed, strict=True) if not was]
-        repeats = alone if len(alone) > 1 else list(times)
+        repeats = calmer(row.wall_s if clock == "wall" else row.cpu_s, row.queued)
         if len(repeats) > 1:
             pairs.append(abs(median(repeats[::2]) / median(repeats[1::2]) - 1.0))
     return 100.0 * mean(pairs) if pairs else 0.0

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch.distributed as dist
 from accuracy_figures import Row, settled
+from accuracy_memory import letting_go
 from accuracy_plans import BUCKETS, Candidate, Case, Options, is_held_out, make_cases
-from ranks import CORES, queued_s
+from ranks import has_own_core, queued_s
 from step_ranks import HEADS, NO_CAP_MIB, Job, _Ranks
 
 from zellige_lightning.agreement import Agreement
@@ -32,14 +33,17 @@ from zellige_lightning.trace import attention_shape
 from zellige_lightning.trial import copy_module
 
 MIB = 1 << 20
-DISTURBED_SHARE = 0.03  # of a step's time, waiting for a core that another program holds
-_FURTHER_ROUNDS = 2  # for plans whose steps other programs have disturbed
 OPTIMIZER_COPIES = 4  # parameters, gradient buckets, two moments
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How much is measured."""
+    """How much is measured.
+
+    Args:
+        repeats: steps of each plan that count, of twice as many.
+        profiler_repeats, profiler_budget_s: as `ProfilerConfig`.
+    """
 
     num_batches: int
     plans_per_batch: int
@@ -50,12 +54,12 @@ class Settings:
 
 @dataclass(frozen=True)
 class Step:
-    """Makespan and processor seconds of the busiest rank of one step, and whether other programs held a core
-    for a notable share of it."""
+    """Makespan and processor seconds of the busiest rank of one step, and the largest share of it that a rank
+    waited for a core."""
 
     wall_s: float
     cpu_s: float
-    disturbed: bool
+    queued: float
 
 
 Times = dict[int, list[Step]]  # by the identity of the trial
@@ -72,10 +76,9 @@ class Trial:
 
 
 def measured_s(steps: Sequence[Step], clock: str) -> float:
-    """Median over the steps that nobody disturbed, as the published figures."""
+    """Median over the calmer steps, as the published figures."""
     return settled(
-        [step.wall_s if clock == "wall" else step.cpu_s for step in steps],
-        [step.disturbed for step in steps],
+        [step.wall_s if clock == "wall" else step.cpu_s for step in steps], [step.queued for step in steps]
     )
 
 
@@ -180,15 +183,12 @@ class _Accuracy(_Ranks):
         return materialize(batch, plan, self.rank, self.trial.source)
 
     def _measure(self, trials: Sequence[Trial]) -> Times:
-        """Every repeat of every plan; repeats are interleaved, the first round only warms up. Plans with too
-        few steps that other programs left alone get further ones."""
+        """Twice as many steps of every plan as count; they are interleaved, the first round only warms up."""
         times: Times = {id(trial): [] for trial in trials}
-        for repeat in range(1 + self.settings.repeats + _FURTHER_ROUNDS):
+        for repeat in range(1 + 2 * self.settings.repeats):
             for trial in trials:
-                good = sum(not step.disturbed for step in times[id(trial)])
-                if good < self.settings.repeats or repeat == 0:
-                    step = self._training_step(trial.batch)
-                    times[id(trial)] += [step] if repeat else []
+                step = self._training_step(trial.batch)
+                times[id(trial)] += [step] if repeat else []
         return times
 
     def _observations(self, trials: Sequence[Trial], times: Times, clock: str) -> list[Observation]:
@@ -241,8 +241,8 @@ class _Accuracy(_Ranks):
         self.optimizer.zero_grad(set_to_none=True)
         rows = self.agreement.gather([int(1e6 * seconds) for seconds in spent])
         wall, cpu, queued = (max(values) / 1e6 for values in zip(*rows, strict=True))
-        crowded = self.world > len(CORES)  # then ranks queue for each other, which says nothing
-        return Step(wall, cpu, queued / wall > DISTURBED_SHARE and not crowded)
+        # Where ranks share cores they queue for each other, which says nothing.
+        return Step(wall, cpu, queued / wall if has_own_core(self.world) else 0.0)
 
     def _peak_mib(self, trial: Trial) -> list[float]:
         """Of each rank: the peak of a step, without what is there between steps."""
@@ -253,7 +253,8 @@ class _Accuracy(_Ranks):
             with engine_of_step(self.engine):
                 return self.parallel(trial.batch)
 
-        _, peak = held_and_peak(forward, lambda loss: loss.backward(), device)
+        with letting_go(self.engine):
+            _, peak = held_and_peak(forward, lambda loss: loss.backward(), device)
         self.optimizer.zero_grad(set_to_none=True)
         return [row[0] / MIB for row in self.agreement.gather([peak])]
 
@@ -290,7 +291,7 @@ class _Accuracy(_Ranks):
             predicted_cpu_s=self._predicted_s(trial, tables["cpu"]),
             wall_s=tuple(step.wall_s for step in times),
             cpu_s=tuple(step.cpu_s for step in times),
-            disturbed=tuple(step.disturbed for step in times),
+            queued=tuple(step.queued for step in times),
             memory_mib=None if peaks is None else self._base_mib + max(peaks),
             predicted_mib=self._base_mib + predicted / MIB,
         )

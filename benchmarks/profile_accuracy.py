@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from typing import Any
 from accuracy_figures import Row, figures
 from accuracy_ranks import Settings, run_rank
 from accuracy_report import report
-from ranks import machine, run_on_ranks
+from ranks import has_own_core, machine, run_on_ranks
 
 FULL = Settings(num_batches=18, plans_per_batch=7, repeats=5, profiler_repeats=5, profiler_budget_s=60.0)
 QUICK = Settings(num_batches=10, plans_per_batch=5, repeats=5, profiler_repeats=4, profiler_budget_s=45.0)
@@ -39,7 +38,7 @@ def main() -> None:
     parser.add_argument("--report", metavar="FILE", help="write a dated Markdown report")
     options = parser.parse_args()
     settings = QUICK if options.quick else SMOKE if options.smoke else FULL
-    clock = "wall" if options.ranks <= len(os.sched_getaffinity(0)) else "cpu"
+    clock = "wall" if has_own_core(options.ranks) else "cpu"
     found: dict[str, Any] = run_on_ranks(run_rank, options.ranks, options.ranks, settings)[0]
     rows: list[Row] = found["rows"]
     numbers = figures(rows, found["profiling_seconds"], clock)

@@ -57,7 +57,7 @@ def row(batch: int, predicted: float, measured: float, **other: Any) -> Row:
         predicted_cpu_s=predicted,
         wall_s=(measured, measured, 9.0 * measured),
         cpu_s=(measured,) * 3,
-        disturbed=(False, False, True),
+        queued=(0.05, 0.05, 0.3),
         **{**known, **other},
     )
 
