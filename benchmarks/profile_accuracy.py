@@ -23,8 +23,8 @@ from accuracy_ranks import Settings, run_rank
 from accuracy_report import report
 from ranks import has_own_core, machine, run_on_ranks
 
-FULL = Settings(num_batches=18, plans_per_batch=7, repeats=5, profiler_repeats=5, profiler_budget_s=60.0)
-QUICK = Settings(num_batches=10, plans_per_batch=5, repeats=5, profiler_repeats=4, profiler_budget_s=45.0)
+FULL = Settings(num_batches=18, plans_per_batch=7, repeats=5, profiler_repeats=5, profiler_budget_s=120.0)
+QUICK = Settings(num_batches=10, plans_per_batch=5, repeats=5, profiler_repeats=5, profiler_budget_s=90.0)
 SMOKE = Settings(num_batches=4, plans_per_batch=2, repeats=2, profiler_repeats=1, profiler_budget_s=5.0)
 
 

@@ -11,12 +11,13 @@ from statistics import median
 from zellige_lightning.batch import RankBatch
 from zellige_lightning.placement import Bucket, ParallelConfig, PlacementOption, Topology
 from zellige_lightning.placement.plan import WHOLE
+from zellige_lightning.planner.cost import PriceKey
 from zellige_lightning.planner.options import legal_rank_sets
 from zellige_lightning.profile_runs import Measurement, Timing, everywhere
 
 PACK_TOKENS = 2048  # short sequences are timed several at a time, as they will run
 MOST_COPIES = 16
-NOISY = 0.01  # relative standard error of a median above which a step is timed again
+NOISY = 0.02  # of a price: a standard error above which its steps are timed again
 _EXTRA = 3  # at most that many times the usual repeats
 TINY = Bucket("tiny", (1, 1, 1))
 Progress = Callable[[int, int], None]
@@ -32,6 +33,11 @@ class Probe:
     topology_class: str
     ranks: tuple[int, ...]
     copies: int = 1
+
+    @property
+    def key(self) -> PriceKey:
+        """Of the price that it is timed for."""
+        return self.bucket.name, self.config, self.topology_class
 
     @property
     def tokens(self) -> int:
@@ -187,7 +193,17 @@ class Rounds:
         if number < self.repeats:
             share_s = self.budget_s / max(1, num_probes)
             return number < max(2, share_s / max(1e-6, self._seconds(probe)))
-        return relative_error(self.times_us(probe)) > NOISY
+        return self._is_uncertain(probe)
+
+    def _is_uncertain(self, probe: Probe) -> bool:
+        """Noise of the steps leaves doubt about the price, which is a small difference of large times where
+        sequences are packed."""
+        times = {p.copies: self.times_us(p) for p in self.samples if p.key == probe.key}
+        error = math.hypot(*(standard_error(found) for found in times.values()))
+        most, least = max(times), min(times)
+        fixed = [] if probe.bucket == TINY else self.times_us(base())
+        rest = times[least] if most > least else fixed
+        return error > NOISY * (median(times[most]) - (median(rest) if rest else 0.0))
 
     def _affords(self, probe: Probe, steps: float) -> bool:
         return self.measurement.elapsed_s + steps * self._seconds(probe) <= self.budget_s
@@ -209,11 +225,9 @@ class Rounds:
         return [probe.time_us(timing, clock or self.clock) for timing in self.samples[probe]]
 
 
-def relative_error(times: Sequence[float]) -> float:
-    """Standard error of the median over the median, from the median deviation; 0 of a single one."""
-    if len(times) < 2:
-        return 0.0
-    return 1.253 * 1.4826 * deviation(times) / len(times) ** 0.5 / max(1.0, median(times))
+def standard_error(times: Sequence[float]) -> float:
+    """Of the median, from the median deviation."""
+    return 1.253 * 1.4826 * deviation(times) / len(times) ** 0.5
 
 
 def deviation(times: Sequence[float]) -> float:

@@ -11,10 +11,10 @@ from zellige_lightning.placement import Bucket, ParallelConfig
 from zellige_lightning.placement.plan import WHOLE
 from zellige_lightning.planner import ProfileTable
 from zellige_lightning.planner.cost import PriceKey
-from zellige_lightning.planner.price_fit import FitKey, PriceFit, fit_all
+from zellige_lightning.planner.price_fit import FitKey, fit_all
 from zellige_lightning.profile_rounds import Price, Probe, Rounds, base, price_of
 
-_ABSURD = 0.5  # a price below that share of what its neighbours say was spoilt by noise
+_ABSURD = 0.5  # a price below that share of the least that its neighbours allow was spoilt by noise
 
 
 def table_of(
@@ -32,8 +32,8 @@ def table_of(
     """
     fixed_us = fixed_cost_us(rounds, clock)
     measured = measured_prices(rounds, probes, fixed_us, clock)
-    infeasible = {key_of(probe) for probe in rounds.infeasible}
-    skipped = {key_of(probe) for probe in rounds.skipped} - set(measured) - infeasible
+    infeasible = {probe.key for probe in rounds.infeasible}
+    skipped = {probe.key for probe in rounds.skipped} - set(measured) - infeasible
     prices = {key: price.price_us for key, price in measured.items()}
     doubtful = doubtful_prices(buckets, prices)
     kept = {key: measured[key].at_least() for key in prices if key not in doubtful}
@@ -50,7 +50,7 @@ def fixed_cost_us(rounds: Rounds, clock: str) -> float:
     leave when their marginal costs are taken off, should that measurement have been spoilt."""
     by_key: dict[PriceKey, dict[int, float]] = {}
     for probe in rounds.samples:
-        by_key.setdefault(key_of(probe), {})[probe.copies] = median(rounds.times_us(probe, clock))
+        by_key.setdefault(probe.key, {})[probe.copies] = median(rounds.times_us(probe, clock))
     rests = []
     for times in by_key.values():
         if len(times) > 1:
@@ -60,45 +60,34 @@ def fixed_cost_us(rounds: Rounds, clock: str) -> float:
     return max(0.0, min(known, median(rests))) if rests else known
 
 
-def key_of(probe: Probe) -> PriceKey:
-    return probe.bucket.name, probe.config, probe.topology_class
-
-
 def measured_prices(
     rounds: Rounds, probes: Sequence[Probe], fixed_us: float, clock: str
 ) -> dict[PriceKey, Price]:
     """By pair, of the pairs all of whose probes were timed."""
     times: dict[PriceKey, dict[int, list[float]]] = {}
-    missing = {key_of(p) for p in probes if p not in rounds.samples}
+    missing = {p.key for p in probes if p not in rounds.samples}
     for probe in probes:
-        if key_of(probe) not in missing:
-            times.setdefault(key_of(probe), {})[probe.copies] = rounds.times_us(probe, clock)
+        if probe.key not in missing:
+            times.setdefault(probe.key, {})[probe.copies] = rounds.times_us(probe, clock)
     return {key: price_of(found, fixed_us) for key, found in times.items()}
 
 
-def _points(
-    buckets: Sequence[Bucket], prices: Mapping[PriceKey, float], without: PriceKey | None = None
-) -> dict[FitKey, list[tuple[int, int]]]:
-    tokens = {bucket.name: bucket.num_tokens for bucket in buckets}
-    points: dict[FitKey, list[tuple[int, int]]] = {}
-    for key, price in prices.items():
-        if key != without and price >= 1.0:
-            points.setdefault(key[1:], []).append((tokens[key[0]], round(price)))
-    return points
-
-
 def doubtful_prices(buckets: Sequence[Bucket], prices: Mapping[PriceKey, float]) -> set[PriceKey]:
-    """Prices that noise has made absurdly low: below half of the fit through the others of the same
-    configuration. Others of theirs must exist."""
+    """Prices that noise has made absurdly low, for what others of the same configuration cost."""
     tokens = {bucket.name: bucket.num_tokens for bucket in buckets}
     found = set()
     for key, price in prices.items():
-        others = _points(buckets, prices, without=key).get(key[1:], [])
-        if len(others) >= 2 or (others and price < 1.0):
-            expected = PriceFit.of_points(sorted(others)).price_us(tokens[key[0]])
-            if price < _ABSURD * expected:
-                found.add(key)
+        others = [(tokens[k[0]], p) for k, p in prices.items() if k != key and k[1:] == key[1:]]
+        if others and price < max(1.0, _ABSURD * least_us(tokens[key[0]], others)):
+            found.add(key)
     return found
+
+
+def least_us(num_tokens: int, others: Sequence[tuple[int, float]]) -> float:
+    """What a sequence costs at least, by what `others` (tokens, price) cost: no less than a shorter one, and
+    no less than attention's part of a longer one, if all of that were attention. An extrapolated fit says
+    nothing: it is off by more than that at the ends of a catalog."""
+    return max(price * min(1.0, num_tokens / tokens) ** 2 for tokens, price in others)
 
 
 def interpolated(
@@ -106,7 +95,10 @@ def interpolated(
 ) -> dict[PriceKey, float]:
     """The wanted prices from the fits, where their configuration has one."""
     tokens = {bucket.name: bucket.num_tokens for bucket in buckets}
-    fits = fit_all(_points(buckets, prices))
+    points: dict[FitKey, list[tuple[int, int]]] = {}
+    for key, price in prices.items():
+        points.setdefault(key[1:], []).append((tokens[key[0]], max(1, round(price))))
+    fits = fit_all(points)
     return {key: float(fits[key[1:]].price_us(tokens[key[0]])) for key in wanted if key[1:] in fits}
 
 

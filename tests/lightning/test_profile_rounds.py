@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import cycle
+from random import Random
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from zellige_lightning.placement.plan import WHOLE
 from zellige_lightning.planner import ProfileTable, legal_configs
 from zellige_lightning.profile_rounds import Probe, Rounds, base, copies_of, informative_first, probes_of
 from zellige_lightning.profile_runs import Timing
-from zellige_lightning.profile_table import table_of
+from zellige_lightning.profile_table import doubtful_prices, table_of
 from zellige_lightning.profiler import ProfilerConfig
 
 WORLD = 4
@@ -31,7 +31,7 @@ def true_price_us(bucket: Bucket, config: ParallelConfig) -> float:
 
 @dataclass
 class Machine:
-    """Stands in for `Measurement`: a clock that steps move on, and noise that repeats."""
+    """Stands in for `Measurement`: a clock that steps move on, and noise that is drawn for each."""
 
     noise: tuple[float, ...] = (1.0,)
     too_large: frozenset[tuple[str, ParallelConfig]] = frozenset()
@@ -40,7 +40,7 @@ class Machine:
     steps: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._noise = cycle(self.noise)
+        self._generator = Random(0)
 
     def plan(self, options: Any, buckets: Any) -> Any:
         return tuple(options), tuple(buckets)
@@ -56,7 +56,7 @@ class Machine:
         return FIXED_US + sum(true_price_us(b, o.config) for o, b in first if b.name != "tiny")
 
     def step(self, batch: Any) -> Timing:
-        us = self._us(batch) * next(self._noise)
+        us = self._us(batch) * self._generator.choice(self.noise)
         self.elapsed_s += us / 1e6
         self.steps.append(batch)
         return Timing((us,) * WORLD, (us,) * WORLD)
@@ -105,6 +105,29 @@ def test_noise_is_met_with_medians_and_more_repeats() -> None:
     assert len(noisy.steps) > len(quiet.steps)
     assert worst_error(table) < 0.35
     assert max(table.spread_us.values()) > 0
+
+
+def test_a_small_price_gets_more_repeats_than_its_steps_would_need() -> None:
+    """Steps that differ by 1 % leave no doubt about a long sequence, but about one of many short ones."""
+    _, rounds = profiled(Machine(noise=(0.99, 1.0, 1.01)))
+    repeats = {
+        bucket.name: len(rounds.samples[p])
+        for bucket in BUCKETS
+        for p in rounds.samples
+        if p.bucket == bucket and p.config == WHOLE
+    }
+    assert repeats["b64"] == 5 < repeats["b1"]
+
+
+def test_only_a_price_that_its_neighbours_rule_out_is_replaced() -> None:
+    """A short sequence far below a straight line through longer ones is right: they leave its price open."""
+    a, b, c = BUCKETS[0], BUCKETS[1], BUCKETS[2]
+    key = lambda bucket: (bucket.name, WHOLE, "node")  # noqa: E731
+    assert doubtful_prices(BUCKETS, {key(a): 70.0, key(b): 348.0, key(c): 670.0}) == set()
+    assert doubtful_prices(BUCKETS, {key(a): 10.0, key(b): 348.0, key(c): 670.0}) == {key(a)}
+    assert doubtful_prices(BUCKETS, {key(a): 70.0, key(b): 30.0, key(c): 670.0}) == {key(b)}
+    assert doubtful_prices(BUCKETS, {key(a): -1.0, key(b): 348.0}) == {key(a)}
+    assert doubtful_prices(BUCKETS, {key(a): -1.0}) == set(), "nothing to replace it by"
 
 
 def test_a_fixed_cost_that_was_measured_too_high_makes_no_work_free() -> None:
