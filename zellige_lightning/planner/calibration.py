@@ -97,15 +97,25 @@ class Calibration:
 
 def calibrate(table: ProfileTable, topology: Topology, observations: Sequence[Observation]) -> Calibration:
     """Terms from steps of mixed plans. A further term stays only if it lowers the error on batches that were
-    left out."""
+    left out, and by more than those batches differ in it by chance."""
     fitted = [_Loads.of(table, topology, observation) for observation in observations]
     batches = [observation.batch for observation in observations]
-    errors = {name: _left_out_error(table, fitted, batches, name) for name in MODELS}
+    errors = {name: _left_out_errors(table, fitted, batches, name) for name in MODELS}
     chosen = "plain"
     for name, error in errors.items():
-        if error < min(_WORTH * errors[chosen], errors[chosen] - _WORTH_PCT):
+        if _is_better(error, errors[chosen]):
             chosen = name
-    return Calibration(chosen, fit_terms(table, fitted, MODELS[chosen]), errors)
+    means = {name: float(error.mean()) if len(error) else 0.0 for name, error in errors.items()}
+    return Calibration(chosen, fit_terms(table, fitted, MODELS[chosen]), means)
+
+
+def _is_better(errors: np.ndarray, than: np.ndarray) -> bool:
+    """Of two models' errors by batch: clearly, and surer than one standard error."""
+    if len(errors) < 2:
+        return False
+    gains = than - errors
+    sure = gains.std(ddof=1) / len(gains) ** 0.5
+    return bool(gains.mean() > max(_WORTH_PCT, (1.0 - _WORTH) * than.mean(), sure))
 
 
 def held_out_errors(
@@ -205,12 +215,14 @@ def _solve(rows: np.ndarray, names: Sequence[str], target: np.ndarray) -> Terms 
     )
 
 
-def _left_out_error(table: ProfileTable, steps: Sequence[_Loads], batches: Sequence[int], name: str) -> float:
-    """Mean absolute error in %, each batch predicted by terms of the others."""
+def _left_out_errors(
+    table: ProfileTable, steps: Sequence[_Loads], batches: Sequence[int], name: str
+) -> np.ndarray:
+    """Mean absolute error in % of each batch, predicted by terms of the others."""
     errors = []
     for left_out in sorted(set(batches)):
         known = [step for step, batch in zip(steps, batches, strict=True) if batch != left_out]
         terms = fit_terms(table, known, MODELS[name])
         unseen = [step for step, batch in zip(steps, batches, strict=True) if batch == left_out]
-        errors += [abs(step.makespan_us(terms) / step.measured_us - 1.0) for step in unseen]
-    return 100.0 * float(np.mean(errors)) if errors else 0.0
+        errors.append(np.mean([abs(step.makespan_us(terms) / step.measured_us - 1.0) for step in unseen]))
+    return 100.0 * np.array(errors)
