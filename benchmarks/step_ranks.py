@@ -175,7 +175,9 @@ class _Ranks:
         agreement = Agreement(timedelta(minutes=5))
         measurement = Measurement(self.module, self.engine, self.router, agreement, self.trial)
         ordered = tuple(sorted(buckets, key=lambda b: b.num_tokens))
-        config = ProfilerConfig(progress_bar=False, clock="wall" if has_own_core(self.world) else "cpu")
+        config = ProfilerConfig(
+            progress_bar=False, clock="wall" if has_own_core(self.job.world_size) else "cpu"
+        )
         table = measure_table(
             measurement,
             config,
