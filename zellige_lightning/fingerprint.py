@@ -11,29 +11,49 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any
 
 from zellige_lightning.agreement import Agreement
 from zellige_lightning.batch import RankBatch
 from zellige_lightning.engine.observer import name_of
-from zellige_lightning.errors import EngineError
-from zellige_lightning.placement import Plan, RankSchedule, build_schedule
+from zellige_lightning.errors import EngineError, PlanningError
+from zellige_lightning.placement import GlobalBatch, Plan, RankSchedule, build_schedule
 from zellige_lightning.placement.schedule import padded
 from zellige_lightning.placement.sequence import digest63
 
 Agreed = tuple[Plan, RankSchedule]
+Placed = Sequence[tuple[GlobalBatch, Plan]]  # the waves of a step
 NO_REPORT = (0, 0, 0)  # of a rank that has failed
 _FIX = "let ZelligeDataModule hand out the batches, and change no plan or schedule on one rank"
 
 
+@contextmanager
+def reading_plan(step: int) -> Iterator[None]:
+    """What a plan is refused for while it is read is said to be so before anything was exchanged."""
+    try:
+        yield
+    except (PlanningError, EngineError) as error:
+        error.message, error.step = f"{_before(step)}, {error.message}", step
+        raise
+
+
+def _before(step: int) -> str:
+    return f"before the first exchange of step {step} (forward, layer 0)"
+
+
 def report_of(step: int, waves: Sequence[RankBatch], rank: int) -> list[int]:
     """Step, digest of what is placed where, and whether this rank's schedules follow from it."""
+    return [*placement_report(step, _placed(waves))[:2], int(all(not _astray(wave, rank) for wave in waves))]
+
+
+def placement_report(step: int, placed: Placed) -> list[int]:
+    """`report_of` plans that no schedule was made from yet."""
     # The planned memory decides which attention is kept, so what is exchanged in backward.
-    told = (f"{w.plan.digest} {w.plan.memory_mib} {w.global_batch.digest}" for w in waves)
-    digest = digest63("|".join(told))
-    return [step, digest, int(all(not _astray(wave, rank) for wave in waves))]
+    told = (f"{plan.digest} {plan.memory_mib} {batch.digest}" for batch, plan in placed)
+    return [step, digest63("|".join(told)), 1]
 
 
 def require_one_plan(
@@ -49,21 +69,28 @@ def require_one_plan(
         EngineError: some rank differs; the same error on all ranks, naming the step, those ranks, and the
             first sequence or block in which they differ, with its rank set.
     """
-    usual, differing, astray = compare(reports)
-    if differing:
-        theirs, its = (agreement.share(_account(waves), rank) for rank in (usual, differing[0]))
-        what = f"{_differ(reports, usual, differing)}{_first_difference(theirs, its)}"
-    elif astray:
+    require_one_placement(agreement, step, reports, _placed(waves))
+    if astray := [rank for rank, (*_, follows) in enumerate(reports) if not follows]:
         mine = next(filter(None, (_astray(wave, agreement.rank) for wave in waves)), "")
         block = agreement.share(mine, astray[0])
-        what = f"the schedule of ranks {astray} is not what their plan says: {block}"
-    else:
-        return
-    error = EngineError(
-        f"before the first exchange of step {step} (forward, layer 0), {what}", fix=_FIX, step=step
-    )
+        raise _agreed_error(step, f"the schedule of ranks {astray} is not what their plan says: {block}")
+
+
+def require_one_placement(
+    agreement: Agreement, step: int, reports: Sequence[Sequence[int]], placed: Placed
+) -> None:
+    """`require_one_plan`, without schedules."""
+    usual, differing = compare(reports)
+    if differing:
+        theirs, its = (agreement.share(_account(placed), rank) for rank in (usual, differing[0]))
+        what = f"{_differ(reports, usual, differing)}{_first_difference(theirs, its)}"
+        raise _agreed_error(step, what)
+
+
+def _agreed_error(step: int, what: str) -> EngineError:
+    error = EngineError(f"{_before(step)}, {what}", fix=_FIX, step=step)
     error.agreed = True
-    raise error
+    return error
 
 
 def require_agreed(batch: RankBatch, agreed: Agreed, step: int | None) -> None:
@@ -80,23 +107,21 @@ def require_agreed(batch: RankBatch, agreed: Agreed, step: int | None) -> None:
     is_now, was = ("nothing" if block is None else name_of(block) for block in blocks)
     what = f"{is_now}, agreed was {was}" if is_now != was else "blocks of another plan"
     raise EngineError(
-        f"before the first exchange of a step (forward, layer 0), this rank is about to run {what}",
+        f"{_before(plan.step)}, this rank is about to run {what}",
         fix=_FIX,
         step=step,
     )
 
 
-def compare(reports: Sequence[Sequence[int]]) -> tuple[int, list[int], list[int]]:
-    """(a rank with the usual plan, ranks with another one, ranks that do not follow their plan).
+def compare(reports: Sequence[Sequence[int]]) -> tuple[int, list[int]]:
+    """(a rank with the usual plan, ranks with another one).
 
     Those who are fewer are the ones that differ; of equally many, those without rank 0.
     """
     plans = [(step, digest) for step, digest, _ in reports]
     counts = Counter(plans)
     usual = max(counts, key=lambda plan: (counts[plan], plan == plans[0]))
-    differing = [rank for rank, plan in enumerate(plans) if plan != usual]
-    astray = [rank for rank, (_, _, follows) in enumerate(reports) if not follows]
-    return plans.index(usual), differing, astray
+    return plans.index(usual), [rank for rank, plan in enumerate(plans) if plan != usual]
 
 
 def _differ(reports: Sequence[Sequence[int]], usual: int, differing: Sequence[int]) -> str:
@@ -107,15 +132,19 @@ def _differ(reports: Sequence[Sequence[int]], usual: int, differing: Sequence[in
     return f"{shown} has another plan than the others (step {step}, digest {digest})"
 
 
-def _account(waves: Sequence[RankBatch]) -> str:
+def _placed(waves: Sequence[RankBatch]) -> Placed:
+    return [(wave.global_batch, wave.plan) for wave in waves]
+
+
+def _account(placed: Placed) -> str:
     """Where each sequence of each wave is placed, as JSON."""
     return json.dumps(
         [
             [
                 [str(option.config), option.ranks, length]
-                for option, length in zip(wave.plan.options, _lengths(wave), strict=True)
+                for option, length in zip(plan.options, _lengths(batch), strict=True)
             ]
-            for wave in waves
+            for batch, plan in placed
         ]
     )
 
@@ -126,26 +155,28 @@ def _first_difference(usual: str, other: str) -> str:
     for number, (theirs, its) in enumerate(waves):
         for index, (a, b) in enumerate(zip_longest(theirs, its)):
             if a != b:
-                return f": sequence {index} of wave {number} is {_placed(a)} for them, {_placed(b)} for it"
+                return (
+                    f": sequence {index} of wave {number} is {_in_words(a)} for them, {_in_words(b)} for it"
+                )
     return ": other sequences, or other planned memory"
 
 
-def _placed(entry: list[Any] | None) -> str:
+def _in_words(entry: list[Any] | None) -> str:
     if entry is None:
         return "absent"
     config, ranks, length = entry
     return f"{length} tokens {config} on ranks {tuple(ranks)}"
 
 
-def _lengths(wave: RankBatch) -> list[int]:
-    return [sequence.num_tokens for sequence in wave.global_batch.sequences]
+def _lengths(batch: GlobalBatch) -> list[int]:
+    return [sequence.num_tokens for sequence in batch.sequences]
 
 
 def _astray(wave: RankBatch, rank: int) -> str:
     """The first block of a rank's schedule that its plan does not say, or the first that is missing; empty if
     it follows its plan."""
     plan, found = wave.plan, wave.schedule
-    expected = build_schedule(plan.options, _lengths(wave), rank, plan.world_size)
+    expected = build_schedule(plan.options, _lengths(wave.global_batch), rank, plan.world_size)
     if found in (expected, full := padded(expected)):
         return ""
     pairs = zip_longest(found.blocks, full.blocks)

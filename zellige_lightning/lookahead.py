@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence as Rows
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
@@ -22,13 +22,23 @@ from zellige_lightning.background import Background
 from zellige_lightning.batch import RankBatch, materialize
 from zellige_lightning.correction import Expectation, OnlinePrices, PriceVersion, stamp
 from zellige_lightning.errors import DataError, PlanningError, ZelligeError
-from zellige_lightning.fingerprint import NO_REPORT, Agreed, report_of, require_one_plan
+from zellige_lightning.fingerprint import (
+    NO_REPORT,
+    Agreed,
+    placement_report,
+    reading_plan,
+    report_of,
+    require_one_placement,
+    require_one_plan,
+)
 from zellige_lightning.loader import GlobalBatchLoader
 from zellige_lightning.placement import GlobalBatch, Plan
 from zellige_lightning.planner import Planner
 from zellige_lightning.planner.deferral import Deferred, carry, withhold
 from zellige_lightning.planner.precedent import Precedent
 from zellige_lightning.sources import TokenSource
+
+Result = TypeVar("Result")
 
 
 @dataclass
@@ -142,18 +152,41 @@ class StepPreparer:
         self, loader: GlobalBatchLoader, batch: GlobalBatch, text: str, accumulation: int
     ) -> PlannedStep:
         """This rank's part of what rank 0 planned, once all have read theirs and hold the same plan."""
-        source = loader.routed(lambda: _placed(batch, json.loads(text)), self._agreement)
-        error: Exception | None = None
-        report: Rows[int] = NO_REPORT
-        try:
-            step = self._read(loader, source, batch, text, accumulation)
-            report = report_of(batch.step, step.waves, self._agreement.rank)
-        except Exception as caught:
-            error = caught
-        reports = self._agreement.raise_together(error, report)
+        source = loader.routed(lambda: self._placed_alike(batch, text), self._agreement)
+        step, reports = self._reported(
+            lambda: self._read(loader, source, batch, text, accumulation),
+            lambda step: report_of(batch.step, step.waves, self._agreement.rank),
+        )
         require_one_plan(self._agreement, batch.step, reports, step.waves)
         step.agreed = tuple((wave.plan, wave.schedule) for wave in step.waves)
         return step
+
+    def _placed_alike(self, batch: GlobalBatch, text: str) -> list[tuple[GlobalBatch, Plan]]:
+        """What rank 0 planned, once all ranks hold the same, for samples that plans send from rank to rank:
+        these are exchanged before anything is read. A collective."""
+
+        def placed() -> list[tuple[GlobalBatch, Plan]]:
+            with reading_plan(batch.step):
+                return _placed(batch, json.loads(text))
+
+        parts, reports = self._reported(placed, lambda parts: placement_report(batch.step, parts))
+        require_one_placement(self._agreement, batch.step, reports, parts)
+        return parts
+
+    def _reported(
+        self, work: Callable[[], Result], report_of_it: Callable[[Result], Rows[int]]
+    ) -> tuple[Result, list[list[int]]]:
+        """What `work` returns, and what every rank reports of its own; the same error on all where it fails
+        on any. A collective."""
+        error: Exception | None = None
+        report: Rows[int] = NO_REPORT
+        try:
+            result = work()
+            report = report_of_it(result)
+        except Exception as caught:
+            error = caught
+        reports = self._agreement.raise_together(error, report)
+        return result, reports
 
     def _read(
         self,
@@ -165,22 +198,22 @@ class StepPreparer:
     ) -> PlannedStep:
         try:
             shared = json.loads(text)
-            placed = _placed(batch, shared)
+            with reading_plan(batch.step):
+                waves = [
+                    materialize(
+                        part.alone() if self._apart else part,
+                        plan,
+                        self._agreement.rank,
+                        source,
+                        accumulation=accumulation,
+                        loss_reduction=loader.loss_reduction,
+                        pad=True,
+                    )
+                    for part, plan in _placed(batch, shared)
+                ]
             batch, deferred = withhold(batch, shared["waiting"])
             if shared["report"]:
                 rank_zero_info(shared["report"])
-            waves = [
-                materialize(
-                    part.alone() if self._apart else part,
-                    plan,
-                    self._agreement.rank,
-                    source,
-                    accumulation=accumulation,
-                    loss_reduction=loader.loss_reduction,
-                    pad=True,
-                )
-                for part, plan in placed
-            ]
             return PlannedStep(batch, waves, hit_rate=shared["hit_rate"], deferred=deferred)
         except ZelligeError as error:
             error.step = batch.step

@@ -239,10 +239,13 @@ class StreamLoader(GlobalBatchLoader):
     ) -> TokenSource:
         """What the plans give this rank, from the ranks that hold it. A collective.
 
+        Args:
+            placed: the plans, the same on all ranks; a collective.
+
         Raises:
             DataError: a sample that cannot be read, on all ranks.
         """
-        waves = agreement.together(placed)
+        waves = placed()
         owners = {key: drawn.owner for key, drawn in self._held.items()}
         if lost := [s.key for batch, _ in waves for s in batch.sequences if s.key not in owners]:
             raise DataError(

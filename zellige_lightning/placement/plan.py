@@ -166,7 +166,7 @@ class Plan:
     @classmethod
     def from_json(cls, text: str) -> Plan:
         data: dict[str, Any] = json.loads(text)
-        data["options"] = tuple(_option(i, *entry) for i, entry in enumerate(data["options"]))
+        data["options"] = tuple(_option(i, entry) for i, entry in enumerate(data["options"]))
         for name in ("loads_us", "memory_mib", "anchors", "statuses"):
             data[name] = tuple(data[name])
         data["filling"] = tuple(Filling(*map(_pairs, both)) for both in data.get("filling", ()))
@@ -177,12 +177,15 @@ def _pairs(rows: Iterable[Iterable[int]]) -> tuple[tuple[int, int], ...]:
     return tuple((pause, count) for pause, count in rows)
 
 
-def _option(index: int, config: dict[str, int], ranks: list[int]) -> PlacementOption:
+def _option(index: int, entry: Any) -> PlacementOption:
     try:
+        config, ranks = entry
         return PlacementOption(ParallelConfig(**config), tuple(ranks))
     except PlanningError as error:
         error.message = f"sequence {index} split {tuple(config.values())}: {error.message}"
         raise
+    except (TypeError, ValueError) as error:
+        raise PlanningError(f"sequence {index}: {entry!r} is no configuration and rank set") from error
 
 
 def rank_sums(options: Iterable[PlacementOption], amounts: Iterable[int], world_size: int) -> tuple[int, ...]:
