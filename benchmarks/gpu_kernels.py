@@ -21,7 +21,7 @@ from torch import Tensor
 
 from zellige_lightning.engine import kernels
 from zellige_lightning.engine.kernel_choice import BY_NAME, lacks
-from zellige_lightning.engine.packing import AttentionKernel, PackedLengths
+from zellige_lightning.engine.packing import AttentionKernel, PackedLengths, Segments
 
 FACTOR = 2.0
 ROUNDING = {torch.float32: 5e-6}  # relative, in L2: products of three TF32 parts are not the dense ones
@@ -128,11 +128,11 @@ def run_kernel(case: Case, inputs: list[Tensor]) -> Dense:
     """Forward and backward through the engine's entry to the kernel that is active."""
     q, k, v, dout = inputs
     lengths = PackedLengths(case.q_lengths), PackedLengths(case.k_lengths)
-    scale = q.shape[-1] ** -0.5
+    segments = Segments(*lengths, q.shape[-1] ** -0.5)
     poison(q)
-    out, lse = kernels.attention_forward(q, k, v, *lengths, scale)
+    out, lse = kernels.attention_forward(q, k, v, segments)
     poison(q)
-    return Dense(out, lse, *kernels.attention_backward(dout, q, k, v, out, lse, *lengths, scale))
+    return Dense(out, lse, *kernels.attention_backward(dout, q, k, v, out, lse, segments))
 
 
 def poison(like: Tensor) -> None:

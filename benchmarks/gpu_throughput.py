@@ -13,7 +13,7 @@ from torch import Tensor
 
 from zellige_lightning.engine import CoalescedAttentionEngine, varlen_attention
 from zellige_lightning.engine.kernel_choice import kernel_for
-from zellige_lightning.engine.packing import PackedLengths
+from zellige_lightning.engine.packing import PackedLengths, Segments
 from zellige_lightning.placement import build_schedule, whole
 
 Variants = dict[str, Callable[[], Any]]
@@ -100,14 +100,13 @@ def bare(
 ) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """The kernel alone: no autograd, no checks."""
     kernel = kernel_for(q.device.type, q.dtype, q.shape[-1])
-    lengths = PackedLengths(q_lengths), PackedLengths(k_lengths)
-    scale = q.shape[-1] ** -0.5
+    segments = Segments(PackedLengths(q_lengths), PackedLengths(k_lengths), q.shape[-1] ** -0.5)
 
     def both() -> None:
-        out, lse = kernel.forward(q, k, v, *lengths, scale)
-        kernel.backward(dout, q, k, v, out, lse, *lengths, scale)
+        out, lse = kernel.forward(q, k, v, segments)
+        kernel.backward(dout, q, k, v, out, lse, segments)
 
-    return lambda: kernel.forward(q, k, v, *lengths, scale), both
+    return lambda: kernel.forward(q, k, v, segments), both
 
 
 def ours(

@@ -6,19 +6,20 @@ from __future__ import annotations
 import os
 import signal
 import time
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 import zellige_lightning
 import zellige_lightning.engine
 from tests.distributed import run_outcomes
+from tests.invariance.dealt import OneSource, planned_by
 from tests.invariance.user_dit import UserDiT
-from zellige_lightning import lookahead
 from zellige_lightning.batch import RankBatch
 from zellige_lightning.errors import DataError, EngineError
 from zellige_lightning.fsdp2 import ZelligeFSDP2Strategy
@@ -92,15 +93,6 @@ class Source(SyntheticSource):
         return super().read_sequence(sequence)
 
 
-class Data(LightningDataModule):
-    def __init__(self, source: Source) -> None:
-        super().__init__()
-        self.source = source
-
-    def train_dataloader(self) -> Source:
-        return self.source
-
-
 def fit(rank: int, fault: str, faulty_rank: int, settings: dict[str, Any]) -> dict[str, Any]:
     """Trains until the fault; says what was raised, when, and when the fault happened on this rank."""
     try:
@@ -117,31 +109,22 @@ def _fit(rank: int, fault: str, faulty_rank: int, settings: dict[str, Any]) -> N
         timeout=timedelta(seconds=TIMEOUT_S), profiler={"repeats": 1, "mixed_plans": 0}, **settings
     )
     data = zellige_lightning.ZelligeDataModule(
-        Data(Source(fault, faulty_rank, rank)), tokens_per_batch=600, video_token_share=0.6
+        OneSource(Source(fault, faulty_rank, rank)), tokens_per_batch=600, video_token_share=0.6
     )
     trainer = Trainer(
         strategy=strategy, accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), max_epochs=2,
         logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
-    if fault == "planner":
-        _break_planner()
-    trainer.fit(Model(fault, faulty_rank), data)
+    with planned_by(BrokenPlanner()) if fault == "planner" else nullcontext():
+        trainer.fit(Model(fault, faulty_rank), data)
 
 
-def _break_planner() -> None:
-    class Broken:
-        def use(self, *prices: Any) -> None:
-            """Its plans depend on nothing."""
+class BrokenPlanner:
+    def use(self, *prices: Any) -> None:
+        """Its plans depend on nothing."""
 
-        def plan_ladder(self, batch: Any, carried: Any) -> Any:
-            raise IndexError("a bug in somebody's planner")
-
-    original = lookahead.StepPreparer.__init__
-
-    def init(self: Any, agreement: Any, planner: Any, *rest: Any, **named: Any) -> None:
-        original(self, agreement, Broken(), *rest, **named)
-
-    lookahead.StepPreparer.__init__ = init  # type: ignore[method-assign]
+    def plan_ladder(self, batch: Any, carried: Any) -> Any:
+        raise IndexError("a bug in somebody's planner")
 
 
 def failures_of(fault: str, faulty_rank: int, world: int = 2, **settings: Any) -> list[dict[str, Any]]:

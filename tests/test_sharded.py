@@ -12,18 +12,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 
 from tests.distributed import run_distributed
+from tests.invariance.dealt import Dealer, OneSource, planned_by
 from tests.invariance.reference import Sequence, window_loss
 from tests.invariance.subject import MemorySource, draw_parameters, make_module
 from tests.lightning.toy import model_prices, whole_tensor
-from tests.test_placement_invariance import make_sequence, placed_at_random
-from zellige_lightning import ZelligeDataModule, ZelligeFSDP2Strategy, lookahead
-from zellige_lightning.placement import GlobalBatch, Plan, whole
-from zellige_lightning.planner.deferral import PlannedBatch
-from zellige_lightning.planner.waves import Wave
-from zellige_lightning.sources import Sample
+from tests.test_placement_invariance import make_sequence
+from zellige_lightning import ZelligeDataModule, ZelligeFSDP2Strategy
 
 GRIDS = [(3, 6, 10), (1, 4, 4), (1, 3, 5), (1, 1, 1), (5, 3, 3), (1, 2, 2), (1, 4, 4), (3, 2, 2)]
 
@@ -56,48 +53,6 @@ CASES = {
     "idle ranks, accumulation": Case("user", 1e-5, idle=True, accumulation=2),
     "mixed precision": Case("wan", 3e-2, checkpointing=True, precision="bf16-mixed"),
 }
-
-
-class Source(MemorySource):
-    def __init__(self, sequences: tuple[Sequence, ...], model: str) -> None:
-        super().__init__(sequences, ("x",) if model == "user" else ("latents",))
-        self.samples = tuple(Sample(s["key"], s["grid"]) for s in sequences)
-
-
-class Data(LightningDataModule):
-    def __init__(self, source: Source) -> None:
-        super().__init__()
-        self.source = source
-
-    def train_dataloader(self) -> Source:
-        return self.source
-
-
-class Placer:
-    """Deals each batch to waves and places them at random: harder than what a planner would do."""
-
-    hit_rate = 0.0
-
-    def __init__(self, case: Case, world: int) -> None:
-        self._case, self._world = case, world
-
-    def use(self, *prices: Any) -> None:
-        """Its plans depend on the batch alone."""
-
-    def plan_ladder(self, batch: GlobalBatch, carried: Any = ()) -> PlannedBatch:
-        rng = random.Random(batch.step)
-        order = rng.sample(range(len(batch.sequences)), len(batch.sequences))
-        dealt = [tuple(sorted(order[i :: self._case.num_waves])) for i in range(self._case.num_waves)]
-        return PlannedBatch(batch, tuple(self._plan(rng, batch, members) for members in dealt if members))
-
-    def _plan(self, rng: random.Random, batch: GlobalBatch, members: tuple[int, ...]) -> Wave:
-        part, nothing = batch.part(members), (0,) * self._world
-        busy = max(1, self._world // 2) if self._case.idle else self._world
-        sequences = tuple({"key": s.key} for s in part.sequences)
-        options = placed_at_random(rng, busy, sequences, aligned=True)
-        if busy == 1:
-            options = (whole(0),) * len(sequences)
-        return Wave(members, part, Plan(batch.step, self._world, options, nothing, nothing))
 
 
 def data_of(case: Case) -> tuple[Sequence, ...]:
@@ -135,12 +90,6 @@ def train(rank: int, names: list[str]) -> dict[str, dict[str, Any]]:
 def train_one(rank: int, case: Case) -> dict[str, Any]:
     torch.manual_seed(100 + rank)
     world = int(os.environ["WORLD_SIZE"])
-    original = lookahead.StepPreparer.__init__
-
-    def init(self: Any, agreement: Any, planner: Any, *rest: Any, **named: Any) -> None:
-        original(self, agreement, Placer(case, world), *rest, **named)
-
-    lookahead.StepPreparer.__init__ = init  # type: ignore[method-assign]
     strategy: Any = "zellige_fsdp2"
     if case.precision != "64-true":
         strategy = ZelligeFSDP2Strategy(
@@ -162,9 +111,11 @@ def train_one(rank: int, case: Case) -> dict[str, Any]:
         return reduce_scatter(*args, **kwargs)
 
     setattr(dist, name, counted)
-    trainer.fit(module, ZelligeDataModule(Data(Source(data_of(case), case.model)), tokens_per_batch=200))
+    source = MemorySource(data_of(case), ("x",) if case.model == "user" else ("latents",))
+    busy = max(1, world // 2) if case.idle else world
+    with planned_by(Dealer(case.num_waves, world, busy)):
+        trainer.fit(module, ZelligeDataModule(OneSource(source), tokens_per_batch=200))
     setattr(dist, name, reduce_scatter)
-    lookahead.StepPreparer.__init__ = original  # type: ignore[method-assign]
     (monitor,) = (c for c in trainer.callbacks if hasattr(c, "records"))
     return {
         "seen": seen if rank == 0 else None,

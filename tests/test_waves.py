@@ -8,18 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch import Trainer
 
 from tests.distributed import run_distributed
+from tests.invariance.dealt import Dealer, OneSource, planned_by
 from tests.invariance.reference import Sequence, window_loss
 from tests.invariance.subject import MemorySource, UserModule, draw_parameters
-from tests.test_placement_invariance import make_sequence, placed_at_random
-from zellige_lightning import ZelligeDataModule, ZelligeStrategy, lookahead
+from tests.test_placement_invariance import make_sequence
+from zellige_lightning import ZelligeDataModule, ZelligeStrategy
 from zellige_lightning.batch import RankBatch
-from zellige_lightning.placement import GlobalBatch, Plan
-from zellige_lightning.planner.deferral import PlannedBatch
-from zellige_lightning.planner.waves import Wave
-from zellige_lightning.sources import Sample
 
 GRIDS = [(3, 6, 10), (1, 4, 4), (1, 3, 5), (1, 1, 1), (5, 3, 3), (1, 2, 2), (1, 4, 4), (3, 2, 2)]
 
@@ -51,45 +48,6 @@ class Module(UserModule):
         return torch.optim.SGD(self.parameters(), 0.0)
 
 
-class Source(MemorySource):
-    def __init__(self, sequences: tuple[Sequence, ...]) -> None:
-        super().__init__(sequences, ("x",))
-        self.samples = tuple(Sample(s["key"], s["grid"]) for s in sequences)
-
-
-class Data(LightningDataModule):
-    def __init__(self, source: Source) -> None:
-        super().__init__()
-        self.source = source
-
-    def train_dataloader(self) -> Source:
-        return self.source
-
-
-class WavePlanner:
-    """Deals each batch to waves and places them at random: harder than what a planner would do."""
-
-    hit_rate = 0.0
-
-    def __init__(self, num_waves: int, world: int) -> None:
-        self._num_waves, self._world = num_waves, world
-
-    def use(self, *prices: Any) -> None:
-        """Its plans depend on the batch alone."""
-
-    def plan_ladder(self, batch: GlobalBatch, carried: Any = ()) -> PlannedBatch:
-        rng = random.Random(batch.step)
-        order = rng.sample(range(len(batch.sequences)), len(batch.sequences))
-        dealt = [tuple(sorted(order[i :: self._num_waves])) for i in range(self._num_waves)]
-        return PlannedBatch(batch, tuple(self._plan(rng, batch, members) for members in dealt if members))
-
-    def _plan(self, rng: random.Random, batch: GlobalBatch, members: tuple[int, ...]) -> Wave:
-        part, nothing = batch.part(members), (0,) * self._world
-        sequences = tuple({"key": s.key} for s in part.sequences)
-        options = placed_at_random(rng, self._world, sequences, aligned=True)
-        return Wave(members, part, Plan(batch.step, self._world, options, nothing, nothing))
-
-
 def sequences() -> tuple[Sequence, ...]:
     rng = random.Random(3)
     return tuple(make_sequence(rng, "user", grid) for grid in GRIDS * 2)
@@ -97,12 +55,6 @@ def sequences() -> tuple[Sequence, ...]:
 
 def train(rank: int, num_waves: int, accumulation: int) -> dict[str, Any]:
     world = int(os.environ["WORLD_SIZE"])
-    original = lookahead.StepPreparer.__init__
-
-    def init(self: Any, agreement: Any, planner: Any, *rest: Any, **named: Any) -> None:
-        original(self, agreement, WavePlanner(num_waves, world), *rest, **named)
-
-    lookahead.StepPreparer.__init__ = init  # type: ignore[method-assign]
     module = Module().double()
     module.load_state_dict(draw_parameters(module, 5), strict=False)
     trainer = Trainer(
@@ -111,7 +63,9 @@ def train(rank: int, num_waves: int, accumulation: int) -> dict[str, Any]:
         accumulate_grad_batches=accumulation, precision="64-true", logger=False, log_every_n_steps=1,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
-    trainer.fit(module, ZelligeDataModule(Data(Source(sequences())), tokens_per_batch=200))
+    data = ZelligeDataModule(OneSource(MemorySource(sequences(), ("x",))), tokens_per_batch=200)
+    with planned_by(Dealer(num_waves, world, busy=world)):
+        trainer.fit(module, data)
     (monitor,) = (c for c in trainer.callbacks if hasattr(c, "records"))
     return {
         "seen": module.seen if rank == 0 else None,

@@ -18,7 +18,7 @@ from zellige_lightning.errors import DataError
 from zellige_lightning.placement import Sequence
 from zellige_lightning.recipes.wan21.encoded_row import LATENT_DTYPE, TEXT_DTYPE, EncodedRow, crc_of
 from zellige_lightning.recipes.wan21.patchify import TOKEN_DIM
-from zellige_lightning.recipes.wan21.store import INDEX, LatentStore
+from zellige_lightning.recipes.wan21.store import INDEX, LatentStore, rows_of
 from zellige_lightning.sources import FieldSpec, Sample
 
 MANIFEST = "manifest.parquet"
@@ -84,13 +84,7 @@ class EncodedStore:
     def read_tokens(self, sequence: Sequence, tokens: range) -> dict[str, Tensor]:
         """Only the rows asked for are read from disk."""
         rows = self._slice("latents", sequence.key)
-        if rows.get_shape()[0] != sequence.num_tokens:
-            raise DataError(
-                f"sample {sequence.key!r} has {rows.get_shape()[0]} rows, its bucket {sequence.bucket.grid}"
-                f" asks for {sequence.num_tokens}",
-                fix="use the shapes of the store",
-            )
-        return {"latents": rows[tokens.start : tokens.stop]}
+        return {"latents": rows_of(rows, sequence, tokens, fix="use the shapes of the store")}
 
     def read_sequence(self, sequence: Sequence) -> dict[str, Tensor]:
         text = torch.zeros(self.sequence_fields["text"].shape, dtype=TEXT_DTYPE)

@@ -90,14 +90,7 @@ class LatentStore:
 
     def read_tokens(self, sequence: Sequence, tokens: range) -> dict[str, Tensor]:
         """Only the rows asked for are read from disk."""
-        rows = self._slice("latents", sequence.key)
-        if rows.get_shape()[0] != sequence.num_tokens:
-            raise DataError(
-                f"sample {sequence.key!r} has {rows.get_shape()[0]} rows, its bucket {sequence.bucket.grid}"
-                f" asks for {sequence.num_tokens}",
-                fix=ENCODE_AGAIN,
-            )
-        return {"latents": rows[tokens.start : tokens.stop]}
+        return {"latents": rows_of(self._slice("latents", sequence.key), sequence, tokens, ENCODE_AGAIN)}
 
     def read_sequence(self, sequence: Sequence) -> dict[str, Tensor]:
         return {"text": self._slice("text", sequence.key)[:]}
@@ -129,6 +122,25 @@ class LatentStore:
             raise DataError(
                 f"shard {name!r} cannot be read for sample {key!r}: {error}", fix=ENCODE_AGAIN
             ) from error
+
+
+def rows_of(rows: Any, sequence: Sequence, tokens: range, fix: str) -> Tensor:
+    """Those of a token range, which alone are read from disk.
+
+    Args:
+        rows: a sample's, as a slice of an open file.
+
+    Raises:
+        DataError: the sample does not have the length of its bucket.
+    """
+    if (stored := rows.get_shape()[0]) != sequence.num_tokens:
+        raise DataError(
+            f"sample {sequence.key!r} has {stored} rows, its bucket {sequence.bucket.grid} asks for"
+            f" {sequence.num_tokens}",
+            fix=fix,
+        )
+    found: Tensor = rows[tokens.start : tokens.stop]
+    return found
 
 
 def _read_index(folder: Path) -> dict[str, Any]:

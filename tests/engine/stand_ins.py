@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from zellige_lightning.engine.kernels_portable import MathKernel
-from zellige_lightning.engine.packing import PackedLengths
+from zellige_lightning.engine.packing import PackedLengths, Segments
 
 Cumulative = tuple[Tensor, Tensor]
 
@@ -35,7 +35,7 @@ def flash_forward(
     """out `[T, H, D]` and lse `[H, T]`, as every flash-attn lays them out."""
     _check(q, k, v)
     lengths = [_lengths(c, len(x), most) for c, x, most in zip(cu, (q, k), longest, strict=True)]
-    out, lse = MathKernel().forward(q, k, v, *lengths, scale)
+    out, lse = MathKernel().forward(q, k, v, Segments(*lengths, scale))
     return out, lse.T.contiguous()
 
 
@@ -56,7 +56,7 @@ def flash_backward(
     assert lse.is_contiguous() and dout.is_contiguous()
     lengths = [_lengths(c, len(x), most) for c, x, most in zip(cu, (q, k), longest, strict=True)]
     for target, grad in zip(
-        into, MathKernel().backward(dout, q, k, v, out, lse.T, *lengths, scale), strict=True
+        into, MathKernel().backward(dout, q, k, v, out, lse.T, Segments(*lengths, scale)), strict=True
     ):
         assert target is not None and target.is_contiguous()
         target.copy_(grad)
@@ -242,7 +242,7 @@ class EfficientForward:
         lengths = efficient_lengths(a, q, k)
         assert (a["bias"], a["dropout_p"], a["custom_mask_type"]) == (None, 0.0, 0)
         assert a["compute_log_sumexp"] is True
-        out, lse = MathKernel().forward(q, k, v, *lengths, a["scale"])
+        out, lse = MathKernel().forward(q, k, v, Segments(*lengths, a["scale"]))
         padded = lse.new_full((len(lengths[0].lengths), q.shape[1], up_to_32(lengths[0].longest)), torch.nan)
         for into, part in zip(padded, lse.split(lengths[0].lengths), strict=True):
             into[:, : up_to_32(len(part))] = torch.inf
@@ -272,7 +272,7 @@ class EfficientBackward:
             assert bool(segment[:, length:].isposinf().all())
             parts.append(segment[:, :length].T)
         lse = torch.cat(parts)
-        grads = MathKernel().backward(dout, q, k, v, out, lse, *lengths, a["scale"])
+        grads = MathKernel().backward(dout, q, k, v, out, lse, Segments(*lengths, a["scale"]))
         return *(grad[None] for grad in grads), torch.empty(0)
 
 

@@ -27,7 +27,7 @@ from zellige_lightning.engine.kernels_efficient import TorchEfficientKernel
 from zellige_lightning.engine.kernels_packages import FlashAttn3Kernel, FlashAttnKernel
 from zellige_lightning.engine.kernels_portable import MathKernel
 from zellige_lightning.engine.kernels_torch import TorchVarlenKernel
-from zellige_lightning.engine.packing import AttentionKernel, PackedLengths
+from zellige_lightning.engine.packing import AttentionKernel, PackedLengths, Segments
 from zellige_lightning.errors import EngineError
 
 
@@ -36,9 +36,9 @@ def test_torch_varlen_arguments_fit_the_operator() -> None:
     queries, keys = PackedLengths((4, 6)), PackedLengths((7, 2))
     q = torch.empty(10, 4, 32, dtype=torch.bfloat16, device="meta")
     k = torch.empty(9, 4, 32, dtype=torch.bfloat16, device="meta")
-    out, lse = TorchVarlenKernel().forward(q, k, k, queries, keys, 0.5)
+    out, lse = TorchVarlenKernel().forward(q, k, k, Segments(queries, keys, 0.5))
     assert (out.shape, lse.shape, lse.dtype) == (q.shape, (10, 4), torch.float32)
-    grads = TorchVarlenKernel().backward(out, q, k, k, out, lse, queries, keys, 0.5)
+    grads = TorchVarlenKernel().backward(out, q, k, k, out, lse, Segments(queries, keys, 0.5))
     assert [g.shape for g in grads] == [q.shape, k.shape, k.shape]
 
 
@@ -62,9 +62,9 @@ def test_torch_varlen_arguments_mean_what_they_should(monkeypatch: pytest.Monkey
     monkeypatch.setattr(aten, "_flash_attention_backward", backward)
     q, k, v, dout = (torch.full((1,), float(i)) for i in range(4))
     queries, keys = PackedLengths((4, 6)), PackedLengths((7, 2))
-    out, rows_first = TorchVarlenKernel().forward(q, k, v, queries, keys, 0.5)
+    out, rows_first = TorchVarlenKernel().forward(q, k, v, Segments(queries, keys, 0.5))
     assert rows_first.shape == (10, 4)
-    TorchVarlenKernel().backward(dout, q, k, v, out, rows_first, queries, keys, 0.5)
+    TorchVarlenKernel().backward(dout, q, k, v, out, rows_first, Segments(queries, keys, 0.5))
     for given in (forward.bound, backward.bound):
         assert (given["query"], given["key"], given["value"], given["scale"]) == (q, k, v, 0.5)
         assert (given["cum_seq_q"].tolist(), given["cum_seq_k"].tolist()) == ([0, 4, 10], [0, 7, 9])
@@ -119,14 +119,16 @@ def results(
 ) -> list[Tensor]:
     """out, lse, dq, dk, dv by the engine's own way to the kernel, of views of one packed projection."""
     monkeypatch.setattr(kernels, "kernel_for", lambda *_: kernel)
-    lengths = [PackedLengths(side) for side in SEGMENTS[case]]
-    rows = max(x.total for x in lengths)
-    qkv = torch.randn(rows, 3, 4, head_dim, generator=torch.Generator().manual_seed(0)).to(dtype)
-    q, dout = qkv[: lengths[0].total, :, 0], qkv[: lengths[0].total, :, 3]
-    k, v = (qkv[: lengths[1].total, :, i] for i in (1, 2))
-    out, lse = attention_forward(q, k, v, *lengths, 0.3)
+    segments = Segments(*(PackedLengths(side) for side in SEGMENTS[case]), 0.3)
+    num_queries, num_keys = segments.queries.total, segments.keys.total
+    qkv = torch.randn(
+        max(num_queries, num_keys), 3, 4, head_dim, generator=torch.Generator().manual_seed(0)
+    ).to(dtype)
+    q, dout = qkv[:num_queries, :, 0], qkv[:num_queries, :, 3]
+    k, v = (qkv[:num_keys, :, i] for i in (1, 2))
+    out, lse = attention_forward(q, k, v, segments)
     assert out.is_contiguous() and lse.is_contiguous()
-    return [out, lse, *attention_backward(dout, q, k, v, out, lse, *lengths, 0.3)]
+    return [out, lse, *attention_backward(dout, q, k, v, out, lse, segments)]
 
 
 def assert_same(got: list[Tensor], true: list[Tensor], tolerance: float) -> None:
@@ -172,15 +174,17 @@ def test_memory_efficient_attention_of_a_ring_part(
     """With out and lse of all keys, gradients of some keys: what a ring asks of a kernel."""
     monkeypatch.setattr(kernels, "kernel_for", lambda *_: TorchEfficientKernel())
     q, k, v, dout = torch.randn(4, 70, 2, 8, generator=torch.Generator().manual_seed(1)).unbind()
-    whole, halves = PackedLengths((70,)), (slice(0, 33), slice(33, 70))
-    out, lse = attention_forward(q, k, v, whole, whole, 0.3)
+    whole, halves = (
+        PackedLengths((70,)),
+        [(slice(0, 33), PackedLengths((33,))), (slice(33, 70), PackedLengths((37,)))],
+    )
+    segments = Segments(whole, whole, 0.3)
+    out, lse = attention_forward(q, k, v, segments)
     parts = [
-        attention_backward(
-            dout, q, k[half], v[half], out, lse, whole, PackedLengths((half.stop - half.start,)), 0.3
-        )
-        for half in halves
+        attention_backward(dout, q, k[half], v[half], out, lse, Segments(whole, keys, 0.3))
+        for half, keys in halves
     ]
-    true = MathKernel().backward(dout, q, k, v, out, lse, whole, whole, 0.3)
+    true = MathKernel().backward(dout, q, k, v, out, lse, segments)
     got = parts[0][0] + parts[1][0], *(torch.cat([part[i] for part in parts]) for i in (1, 2))
     for a, b in zip(got, true, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
@@ -228,5 +232,6 @@ def test_a_padded_log_sum_exp_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     interface._flash_attn_varlen_forward = padded
     installed(interface, monkeypatch)
     q = torch.randn(10, 2, 8).bfloat16()
+    segments = Segments(PackedLengths((4, 6)), PackedLengths((7, 2)), 0.3)
     with pytest.raises(EngineError, match="padded"):
-        FlashAttnKernel().forward(q, q[:9], q[:9], PackedLengths((4, 6)), PackedLengths((7, 2)), 0.3)
+        FlashAttnKernel().forward(q, q[:9], q[:9], segments)

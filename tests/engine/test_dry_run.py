@@ -14,14 +14,20 @@ from tests.engine.test_schedule_order import random_plan
 from tests.engine.threads import run_threads
 from zellige_lightning.engine import Counters, layout
 from zellige_lightning.engine.counters import KINDS, LINKS
-from zellige_lightning.engine.dry_run import CHECKPOINTED, STORED, HeadGeometry, dry_run
-from zellige_lightning.placement import ParallelConfig, PlacementOption, Topology, build_schedule
-from zellige_lightning.simulator.traffic import AttentionGeometry, attention_bytes
+from zellige_lightning.engine.dry_run import CHECKPOINTED, STORED, dry_run
+from zellige_lightning.placement import (
+    AttentionGeometry,
+    ParallelConfig,
+    PlacementOption,
+    Topology,
+    build_schedule,
+)
+from zellige_lightning.simulator.traffic import attention_bytes
 
 
-def geometry_of(mix: Mix) -> HeadGeometry:
+def geometry_of(mix: Mix) -> AttentionGeometry:
     accumulation = 8 if mix.dtype == torch.float64 else 4
-    return HeadGeometry(mix.heads, mix.dim, mix.dtype.itemsize, accumulation)
+    return AttentionGeometry(mix.heads, mix.dim, mix.dtype.itemsize, accumulation)
 
 
 def counted(mix: Mix, rank: int, topology: Topology, transport: str = "groups") -> Counters:
@@ -133,7 +139,9 @@ def test_many_ranks_need_no_process() -> None:
         options, lengths = random_plan(rng, world, 24)
         topology = Topology.uniform(world, 8)
         schedules = [build_schedule(options, lengths, rank, world) for rank in range(world)]
-        ours = [dry_run(s, HeadGeometry(12, 128), topology, CHECKPOINTED, num_layers=2) for s in schedules]
+        ours = [
+            dry_run(s, AttentionGeometry(12, 128), topology, CHECKPOINTED, num_layers=2) for s in schedules
+        ]
         theirs = attention_bytes(options, lengths, topology, AttentionGeometry(12, 128), num_layers=2)
         assert tuple(result.total_bytes for result in ours) == theirs.by_rank
         for kind in KINDS:

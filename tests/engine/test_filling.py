@@ -15,9 +15,16 @@ from tests.engine.mixes import Mix, Result, degrees, make_engine, random_mix
 from tests.engine.threads import run_threads
 from zellige_lightning.engine import CoalescedAttentionEngine, Counters
 from zellige_lightning.engine.attention import SplitAttention
-from zellige_lightning.engine.dry_run import HeadGeometry, dry_run
+from zellige_lightning.engine.dry_run import dry_run
 from zellige_lightning.engine.member import InFlight
-from zellige_lightning.placement import Filling, ParallelConfig, PlacementOption, RankSchedule, whole
+from zellige_lightning.placement import (
+    AttentionGeometry,
+    Filling,
+    ParallelConfig,
+    PlacementOption,
+    RankSchedule,
+    whole,
+)
 from zellige_lightning.placement.filling import work_between_pauses
 from zellige_lightning.placement.schedule import PASSES
 
@@ -56,7 +63,7 @@ def test_any_filling_gives_the_same_bits(seed: int) -> None:
             results.append(attend_under(engine, mix, schedule))
             counted.append(deepcopy(engine.counters))
             engine.counters.reset()
-        return results, counted, dry_run(filled, HeadGeometry(mix.heads, mix.dim, 8, 8))
+        return results, counted, dry_run(filled, AttentionGeometry(mix.heads, mix.dim, 8, 8))
 
     filled_somewhere = False
     for (one, other), (before, after), expected in run_threads(work, 4):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zellige_lightning.engine import kernels, varlen_attention
 from zellige_lightning.engine.kernels import attention_backward, attention_forward
-from zellige_lightning.engine.packing import PackedLengths
+from zellige_lightning.engine.packing import PackedLengths, Segments
 from zellige_lightning.errors import EngineError
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -53,7 +53,7 @@ def test_refused_before_any_kernel_runs(case: str, monkeypatch: pytest.MonkeyPat
         varlen_attention(**call)
     q, lengths = call["q"], [PackedLengths(tuple(call[f"{side}_lengths"])) for side in "qk"]
     with pytest.raises(EngineError, match=message):
-        attention_backward(q, q, call["k"], call["v"], q, q[..., 0], *lengths, 1.0)
+        attention_backward(q, q, call["k"], call["v"], q, q[..., 0], Segments(*lengths, 1.0))
 
 
 class Spy:
@@ -69,6 +69,10 @@ class Spy:
         return q, q[..., 0]
 
 
+def self_attention(length: int) -> Segments:
+    return Segments(PackedLengths((length,)), PackedLengths((length,)), 1.0)
+
+
 @pytest.fixture
 def spy(monkeypatch: pytest.MonkeyPatch) -> Spy:
     spy = Spy()
@@ -78,27 +82,27 @@ def spy(monkeypatch: pytest.MonkeyPatch) -> Spy:
 
 def test_views_that_reach_too_far_are_copied(spy: Spy) -> None:
     """A view of a packed projection may fit 32 bits by its size, while the offsets inside it do not."""
-    rows, lengths = 2**20, PackedLengths((2**20,))
+    rows, segments = 2**20, self_attention(2**20)
     q, k, v = torch.empty(rows, 3, 16, 64, device="meta").unbind(1)
-    attention_forward(q, k, v, lengths, lengths, 1.0)
+    attention_forward(q, k, v, segments)
     assert len(spy.seen) == 3
     assert all(sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) < 2**31 for x in spy.seen)
 
 
 def test_rows_that_begin_between_16_bytes_are_copied(spy: Spy) -> None:
-    lengths = PackedLengths((6,))
+    segments = self_attention(6)
     packed = torch.randn(6, 2, 40).bfloat16()
     odd, even = packed[..., 3:11], packed[..., 8:16]  # 6 bytes into a row of 80, and 16
-    attention_forward(odd, even, packed[..., :8], lengths, lengths, 1.0)
+    attention_forward(odd, even, packed[..., :8], segments)
     assert [x.is_contiguous() for x in spy.seen] == [True, False, False]
     assert torch.equal(spy.seen[0], odd)
     shifted = torch.randn(6 * 16 + 1)[1:].view(6, 2, 8)  # dense, but it starts off by 4 bytes
-    attention_forward(shifted, shifted, shifted, lengths, lengths, 1.0)
+    attention_forward(shifted, shifted, shifted, segments)
     assert spy.seen[0].storage_offset() == 0
     assert torch.equal(spy.seen[0], shifted)
 
 
 def test_rows_that_no_layout_aligns_are_not_copied(spy: Spy) -> None:
-    lengths, x = PackedLengths((6,)), torch.randn(6, 2, 5)
-    attention_forward(x, x, x, lengths, lengths, 1.0)
+    segments, x = self_attention(6), torch.randn(6, 2, 5)
+    attention_forward(x, x, x, segments)
     assert spy.seen[0] is x

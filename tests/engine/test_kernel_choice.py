@@ -15,11 +15,11 @@ from tests.engine.stand_ins import flash_2_7, flash_3_operators
 from zellige_lightning.engine import kernel_choice
 from zellige_lightning.engine.kernel_choice import choice_in_words, kernel_for, lacks, require_kernel
 from zellige_lightning.engine.kernels import attention_forward
-from zellige_lightning.engine.kernels_packages import FLASH_2, FLASH_3
-from zellige_lightning.engine.packing import PackedLengths
+from zellige_lightning.engine.packing import PackedLengths, Segments
 from zellige_lightning.errors import ConfigError
 
 FP64, FP32, BF16, FP16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
+FLASH_2, FLASH_3 = "flash_attn.flash_attn_interface", "flash_attn_interface"
 BOTH = frozenset({FLASH_2, FLASH_3})
 
 
@@ -139,9 +139,10 @@ def test_version_4_alone_is_not_version_2(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_preferred_kernel_runs_and_gives_the_same() -> None:
     q, k, v = torch.randn(3, 9, 2, 8, dtype=FP64).unbind()
     lengths = PackedLengths((4, 5))
-    usual, _ = attention_forward(q, k, v, lengths, lengths, 1.0)
+    segments = Segments(lengths, lengths, 1.0)
+    usual, _ = attention_forward(q, k, v, segments)
     assert require_kernel("math", "cpu", FP64, 8).name == kernel_for("cpu", FP64, 8).name == "math"
-    explicit, _ = attention_forward(q, k, v, lengths, lengths, 1.0)
+    explicit, _ = attention_forward(q, k, v, segments)
     assert require_kernel("auto", "cpu", FP64, 8).name == "cpu_flash"
     assert (usual - explicit).abs().max() < 1e-13
 

@@ -14,7 +14,7 @@ from tests.engine.oracle import dense_attention, l2_error
 from zellige_lightning.engine import kernels, varlen_attention
 from zellige_lightning.engine.kernels import attention_backward, attention_forward
 from zellige_lightning.engine.kernels_portable import CpuFlashKernel, MathKernel
-from zellige_lightning.engine.packing import PackedLengths
+from zellige_lightning.engine.packing import PackedLengths, Segments
 
 HEADS, DIM = 3, 20
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 6e-3, torch.float16: 8e-4}
@@ -67,8 +67,8 @@ def by_segment(
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *lengths: PackedLengths, scale: float) -> list[Tensor]:
-    out, lse = attention_forward(q, k, v, *lengths, scale)
-    return [out, lse, *attention_backward(dout, q, k, v, out, lse, *lengths, scale)]
+    out, lse = attention_forward(q, k, v, Segments(*lengths, scale))
+    return [out, lse, *attention_backward(dout, q, k, v, out, lse, Segments(*lengths, scale))]
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -125,18 +125,8 @@ def test_backward_of_a_ring_part(kernel: Any) -> None:
     true = dense_attention(q, k, v, dout, scale=0.3)
     parts = (slice(0, 11), slice(11, 30))
     got = [
-        attention_backward(
-            dout,
-            q,
-            k[part],
-            v[part],
-            true.out,
-            true.lse,
-            queries,
-            PackedLengths((part.stop - part.start,)),
-            0.3,
-        )
-        for part in parts
+        attention_backward(dout, q, k[part], v[part], true.out, true.lse, Segments(queries, keys, 0.3))
+        for part, keys in zip(parts, (PackedLengths((11,)), PackedLengths((19,))), strict=True)
     ]
     torch.testing.assert_close(got[0][0] + got[1][0], true.dq, rtol=0, atol=1e-13)
     torch.testing.assert_close(torch.cat([x[1] for x in got]), true.dk, rtol=0, atol=1e-13)

@@ -12,7 +12,7 @@ from itertools import pairwise
 import pytest
 
 from zellige_lightning.engine.counters import Counters
-from zellige_lightning.engine.dry_run import HeadGeometry, _Walk
+from zellige_lightning.engine.dry_run import _Walk
 from zellige_lightning.engine.layout import BlockLayout, Rows
 from zellige_lightning.placement import (
     Block,
@@ -22,6 +22,7 @@ from zellige_lightning.placement import (
     build_schedule,
     whole,
 )
+from zellige_lightning.placement.attention import AttentionGeometry
 from zellige_lightning.placement.schedule import PASSES, shard
 
 CONFIGS = [
@@ -73,7 +74,7 @@ def kinds_of(config: ParallelConfig, which: str) -> list[str]:
     """The exchanges of a block in pass `which`, one after the other; the same for all members and lengths."""
     option, found = PlacementOption(config, tuple(range(config.degree))), Kinds()
     (block,) = build_schedule([option], [1], 0, config.degree).blocks
-    _Walk(block, 0, HeadGeometry(config.h, 1), None, found).run(which, most_chunks=1)
+    _Walk(block, 0, AttentionGeometry(config.h, 1), None, found).run(which, most_chunks=1)
     return found.kinds
 
 

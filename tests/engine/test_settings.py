@@ -15,7 +15,7 @@ from tests.distributed import run_distributed
 from tests.lightning.toy import callback_of, digest, make_data, make_toy, make_trainer, model_prices
 from zellige_lightning import ZelligeStrategy
 from zellige_lightning.engine.counters import KINDS
-from zellige_lightning.engine.dry_run import HeadGeometry, dry_run
+from zellige_lightning.engine.dry_run import dry_run
 from zellige_lightning.engine_config import EngineConfig
 from zellige_lightning.errors import ConfigError
 from zellige_lightning.monitor import MakespanMonitor
@@ -25,6 +25,7 @@ from zellige_lightning.placement import (
     RankSchedule,
     build_schedule,
 )
+from zellige_lightning.placement.attention import AttentionGeometry
 from zellige_lightning.placement.schedule import padded
 
 ENGINE = {"transport": "parent", "debug": True, "trace_steps": 2}
@@ -64,7 +65,7 @@ def test_a_trained_step_is_counted_as_its_dry_run(runs: Any) -> None:
     run, split = runs[1][0], 0
     for counters, (plan, batch) in zip(run["counters"], run["plans"], strict=True):
         schedules = [batch_schedule(plan, batch, rank) for rank in range(2)]
-        geometry = HeadGeometry(4, 4, 4, 4)
+        geometry = AttentionGeometry(4, 4, 4, 4)
         assert list(counters) == [dry_run(s, geometry, num_layers=2) for s in schedules]
         split += plan.num_splits
     assert split

@@ -24,7 +24,7 @@ from zellige_lightning.mixin import CoalescedAttentionMixin
 from zellige_lightning.placement import Bucket, GlobalBatch, PlacementOption, Plan, Sequence as Placed
 from zellige_lightning.recipes.wan21.config import WanConfig
 from zellige_lightning.recipes.wan21.module import WanModule
-from zellige_lightning.sources import FieldSpec
+from zellige_lightning.sources import FieldSpec, Sample
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class MemorySource:
     """Token fields that lie in memory."""
 
     def __init__(self, sequences: tuple[Sequence, ...], token_names: tuple[str, ...]) -> None:
-        self.samples = ()
+        self.samples = tuple(Sample(s["key"], s["grid"]) for s in sequences)
         self._data = {s["key"]: s["data"] for s in sequences}
         first = sequences[0]["data"]
         self._token_names = token_names

@@ -14,27 +14,19 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
-from tests.invariance.reference import Sequence
 from tests.invariance.subject import MemorySource, draw_parameters, make_module
 from tests.lightning.toy import model_prices, whole_tensor, world_size
 from tests.test_placement_invariance import make_sequence
 from zellige_lightning import HardwareProfiler, ZelligeDataModule
-from zellige_lightning.sources import Sample
 
 STEPS, SAVED, KILLED = 20, 9, 12
 GRIDS = [(3, 6, 10), (1, 4, 4), (1, 3, 5), (1, 1, 1), (5, 3, 3), (1, 2, 2), (1, 1, 7), (3, 2, 2)]
 
 
-class Source(MemorySource):
-    def __init__(self, sequences: tuple[Sequence, ...]) -> None:
-        super().__init__(sequences, ("latents",))
-        self.samples = tuple(Sample(s["key"], s["grid"]) for s in sequences)
-
-
 class Data(LightningDataModule):
-    def train_dataloader(self) -> Source:
+    def train_dataloader(self) -> MemorySource:
         rng = random.Random(3)
-        return Source(tuple(make_sequence(rng, "wan", grid) for grid in GRIDS * 2))
+        return MemorySource(tuple(make_sequence(rng, "wan", grid) for grid in GRIDS * 2), ("latents",))
 
 
 class Diary(Callback):

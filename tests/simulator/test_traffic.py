@@ -10,13 +10,19 @@ import pytest
 
 from tests.engine.mixes import attend, make_engine, random_mix
 from tests.engine.threads import run_threads
-from zellige_lightning.placement import ParallelConfig, PlacementOption, Topology, build_schedule, whole
+from zellige_lightning.placement import (
+    AttentionGeometry,
+    ParallelConfig,
+    PlacementOption,
+    Topology,
+    build_schedule,
+    whole,
+)
 from zellige_lightning.simulator.traffic import (
     BACKWARD,
     CHECKPOINTED,
     FORWARD,
     STORED,
-    AttentionGeometry,
     attention_bytes,
     block_traffic,
     closed_form_bytes,

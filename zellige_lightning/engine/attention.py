@@ -20,7 +20,7 @@ from zellige_lightning.engine.keys import KeyAxes
 from zellige_lightning.engine.layout import padding_bytes
 from zellige_lightning.engine.member import InFlight, Member
 from zellige_lightning.engine.observer import StepObserver
-from zellige_lightning.engine.packing import PackedLengths
+from zellige_lightning.engine.packing import PackedLengths, Segments
 from zellige_lightning.placement.schedule import Block
 
 
@@ -33,7 +33,7 @@ class WholePack:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         began = self._observer.kernel_begins("forward")
-        result = attention_forward(q, k, v, self._lengths, self._lengths, scale)
+        result = attention_forward(q, k, v, Segments(self._lengths, self._lengths, scale))
         self._observer.computed(self._block, began)
         return result
 
@@ -41,7 +41,8 @@ class WholePack:
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         began = self._observer.kernel_begins("backward")
-        result = attention_backward(dout, q, k, v, out, lse, self._lengths, self._lengths, scale)
+        segments = Segments(self._lengths, self._lengths, scale)
+        result = attention_backward(dout, q, k, v, out, lse, segments)
         self._observer.computed(self._block, began)
         return result
 

@@ -12,26 +12,16 @@ from types import MappingProxyType
 
 from zellige_lightning.engine.counters import Counters, link_between
 from zellige_lightning.engine.layout import BlockLayout, Rows, gather_chunks, padding_bytes
-from zellige_lightning.placement import Block, RankSchedule, Topology
+from zellige_lightning.placement import AttentionGeometry, Block, RankSchedule, Topology
 from zellige_lightning.placement.schedule import whole_pieces
 
 STORED: Mapping[str, int] = MappingProxyType({"forward": 1, "backward": 1})
 CHECKPOINTED: Mapping[str, int] = MappingProxyType({"forward": 2, "backward": 1})
 
 
-@dataclass(frozen=True)
-class HeadGeometry:
-    """Self-attention of one layer: heads, their size, bytes of an element and of one of an accumulator."""
-
-    num_heads: int
-    head_dim: int
-    element_bytes: int = 2
-    accumulation_bytes: int = 4
-
-
 def dry_run(
     schedule: RankSchedule,
-    geometry: HeadGeometry,
+    geometry: AttentionGeometry,
     topology: Topology | None = None,
     passes: Mapping[str, int] = STORED,
     num_layers: int = 1,
@@ -61,7 +51,7 @@ class _Walk:
 
     block: Block
     rank: int
-    geometry: HeadGeometry
+    geometry: AttentionGeometry
     topology: Topology | None
     counters: Counters
     layout: BlockLayout = field(init=False)
@@ -73,52 +63,42 @@ class _Walk:
     def _heads(self) -> int:
         return self.geometry.num_heads // self.block.config.h
 
-    @property
-    def _token(self) -> int:
-        """Bytes of one head of one token of q, k, v or out."""
-        return self.geometry.head_dim * self.geometry.element_bytes
-
-    @property
-    def _gradient(self) -> int:
-        """Bytes of one head of one token of dk and dv while they are summed."""
-        return 2 * self.geometry.head_dim * self.geometry.accumulation_bytes
-
     def run(self, which: str, most_chunks: int) -> None:
-        forward, log_sum_exp = which == "forward", self.geometry.accumulation_bytes
+        forward, layout = which == "forward", self.layout
         if self.block.config.h > 1:
-            packed = 3 * self._token if forward else 5 * self._token + log_sum_exp
-            self._exchange(
-                "ulysses", self.layout.scatter_heads(), packed + padding_bytes(packed), self._heads
-            )
+            packed = self.geometry.scattered_bytes(forward)
+            self._exchange("ulysses", layout.scatter_heads(), packed + padding_bytes(packed), self._heads)
         chunks = self._chunks(most_chunks)
         for _ in range(chunks):
             self._keys(which, self._heads // chunks)
         if self.block.config.h > 1:
-            back = self._token + log_sum_exp if forward else 3 * self._token
-            self._exchange("ulysses", self.layout.gather_heads(), back, self._heads)
+            back = self.geometry.returned_bytes(forward)
+            self._exchange("ulysses", layout.gather_heads(), back, self._heads)
 
     def _chunks(self, most: int) -> int:
         if self.block.config.q == 1 or self.block.config.k > 1:
             return 1
-        return gather_chunks(self.layout.key_rows(0) * self._heads * 2 * self._token, self._heads, most)
+        return gather_chunks(
+            self.layout.key_rows(0) * self._heads * 2 * self.geometry.token_bytes, self._heads, most
+        )
 
     def _keys(self, which: str, heads: int) -> None:
-        config = self.block.config
+        config, geometry = self.block.config, self.geometry
         if config.q > 1:
-            self._exchange("all_gather", self.layout.gather_keys(), 2 * self._token, heads)
+            self._exchange("all_gather", self.layout.gather_keys(), 2 * geometry.token_bytes, heads)
         for hop in range(config.k):
             if hop + 1 < config.k:
-                self._exchange("ring", self.layout.ring_hop(hop), 2 * self._token, heads)
+                self._exchange("ring", self.layout.ring_hop(hop), 2 * geometry.token_bytes, heads)
             if which == "backward" and config.k > 1:
-                self._exchange("ring_gradient", self.layout.ring_hop(hop), self._gradient, heads)
+                self._exchange("ring_gradient", self.layout.ring_hop(hop), geometry.gradient_bytes, heads)
             self._kernel(which, self.layout.key_rows(self.layout.ring_block(hop)), heads)
         if which == "backward" and config.q > 1:
-            self._exchange("reduce_scatter", self.layout.reduce_keys(), self._gradient, heads)
+            self._exchange("reduce_scatter", self.layout.reduce_keys(), geometry.gradient_bytes, heads)
 
     def _kernel(self, which: str, keys: int, heads: int) -> None:
         if self.layout.query_rows and keys:
             self.counters.kernel_calls[which] += 1
-            self.counters.resident(keys * heads * 2 * self._token)
+            self.counters.resident(keys * heads * 2 * self.geometry.token_bytes)
 
     def _exchange(self, kind: str, rows: tuple[Rows, Rows], row_bytes: int, heads: int) -> None:
         self.counters.sent(

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from zellige_lightning.engine.kernel_choice import kernel_for
-from zellige_lightning.engine.packing import ALIGNMENT, PackedLengths, accumulation_dtype
+from zellige_lightning.engine.packing import ALIGNMENT, PackedLengths, Segments, accumulation_dtype
 from zellige_lightning.errors import EngineError
 
 INT32_MAX = 2**31 - 1
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, q_lengths: PackedLengths, k_lengths: PackedLengths) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> None:
     if q.dim() != 3 or k.shape != v.shape or q.shape[1:] != k.shape[1:]:
         raise EngineError(
             f"attention got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}",
@@ -30,7 +30,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, q_lengths: PackedLengths, k_lengths:
         raise EngineError(
             f"attention got tensors on {q.device}, {k.device}, {v.device}", fix="use one device"
         )
-    _check_lengths(q, k, q_lengths, k_lengths)
+    _check_lengths(q, k, segments.queries, segments.keys)
     if (largest := max(q.numel(), k.numel())) > INT32_MAX:
         raise EngineError(
             f"{largest} elements in one attention call overflow the kernels' 32-bit offsets",
@@ -69,72 +69,66 @@ def _is_aligned(x: Tensor) -> bool:
     return bool(x.shape[-1] % step) or not any(n % step for n in (x.storage_offset(), *x.stride()[:-1]))
 
 
-def _without_empty(q: PackedLengths, k: PackedLengths) -> tuple[PackedLengths, PackedLengths, bool]:
+def _without_empty(segments: Segments) -> tuple[Segments, bool]:
     """Drop pairs in which a side is empty: empty segments kill the CPU kernel's process and corrupt others.
 
     The last value says whether every token is still covered (pairs empty on both sides do not count).
     """
+    q, k = segments.queries, segments.keys
     pairs = [(a, b) for a, b in zip(q.lengths, k.lengths, strict=True) if a and b]
     if len(pairs) == len(q.lengths):
-        return q, k, True
-    kept_q, kept_k = (PackedLengths(tuple(x)) for x in (zip(*pairs, strict=True) if pairs else ((), ())))
-    return kept_q, kept_k, kept_q.total == q.total and kept_k.total == k.total
+        return segments, True
+    queries, keys = (PackedLengths(tuple(x)) for x in (zip(*pairs, strict=True) if pairs else ((), ())))
+    complete = queries.total == q.total and keys.total == k.total
+    return Segments(queries, keys, segments.scale), complete
 
 
-def _covered(lengths: PackedLengths, other: PackedLengths, device: torch.device) -> Tensor:
-    """Indices of the tokens whose segment has tokens on both sides."""
-    keep = torch.tensor([bool(b) for b in other.lengths], device=device)
-    return torch.repeat_interleave(keep, torch.tensor(lengths.lengths, device=device)).nonzero()[:, 0]
+def _covered(segments: Segments, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Indices of the queries and of the keys whose segment has tokens on both sides."""
+    sides = [torch.tensor(x.lengths, device=device) for x in (segments.queries, segments.keys)]
+    keep = (sides[0] > 0) & (sides[1] > 0)
+    rows, keys = (torch.repeat_interleave(keep, side).nonzero()[:, 0] for side in sides)
+    return rows, keys
 
 
-def attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, q_lengths: PackedLengths, k_lengths: PackedLengths, scale: float
-) -> tuple[Tensor, Tensor]:
+def attention_forward(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
     """Block-diagonal attention; a query without keys gets output 0 and lse -inf.
 
     Raises:
         EngineError: shapes, dtypes or lengths that do not fit, checked on the host before any kernel runs.
     """
-    _check(q, k, v, q_lengths, k_lengths)
+    _check(q, k, v, segments)
     q, k, v = _dense(q), _dense(k), _dense(v)
-    kept_q, kept_k, complete = _without_empty(q_lengths, k_lengths)
+    kept, complete = _without_empty(segments)
     kernel = kernel_for(q.device.type, q.dtype, q.shape[-1])
-    if complete and kept_q.total:
-        return kernel.forward(q, k, v, kept_q, kept_k, scale)
+    if complete and kept.queries.total:
+        return kernel.forward(q, k, v, kept)
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     lse = q.new_full(q.shape[:2], -torch.inf, dtype=accumulation_dtype(q.dtype))
-    if kept_q.total:
-        rows, keys = _covered(q_lengths, k_lengths, q.device), _covered(k_lengths, q_lengths, q.device)
-        out[rows], lse[rows] = kernel.forward(q[rows], k[keys], v[keys], kept_q, kept_k, scale)
+    if kept.queries.total:
+        rows, keys = _covered(segments, q.device)
+        out[rows], lse[rows] = kernel.forward(q[rows], k[keys], v[keys], kept)
     return out, lse
 
 
 def attention_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    q_lengths: PackedLengths,
-    k_lengths: PackedLengths,
-    scale: float,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k, v.
 
     `out` and `lse` may be those of more keys than k holds: then dk and dv are exact for these keys and dq is
     their part of the sum, which is what ring attention needs.
     """
-    _check(q, k, v, q_lengths, k_lengths)
+    _check(q, k, v, segments)
     dout, q, k, v, out, lse = (_dense(x) for x in (dout, q, k, v, out, lse))
-    kept_q, kept_k, complete = _without_empty(q_lengths, k_lengths)
+    kept, complete = _without_empty(segments)
     kernel = kernel_for(q.device.type, q.dtype, q.shape[-1])
-    if complete and kept_q.total:
-        return kernel.backward(dout, q, k, v, out, lse, kept_q, kept_k, scale)
+    if complete and kept.queries.total:
+        return kernel.backward(dout, q, k, v, out, lse, kept)
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    if kept_q.total:
-        rows, keys = _covered(q_lengths, k_lengths, q.device), _covered(k_lengths, q_lengths, q.device)
+    if kept.queries.total:
+        rows, keys = _covered(segments, q.device)
         dq[rows], dk[keys], dv[keys] = kernel.backward(
-            dout[rows], q[rows], k[keys], v[keys], out[rows], lse[rows], kept_q, kept_k, scale
+            dout[rows], q[rows], k[keys], v[keys], out[rows], lse[rows], kept
         )
     return dq, dk, dv

@@ -10,7 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zellige_lightning.engine.kernels_torch import AMPERE, HALF
-from zellige_lightning.engine.packing import ALIGNMENT, PackedLengths, TensorKind, joined, shared_lengths
+from zellige_lightning.engine.packing import (
+    ALIGNMENT,
+    PackedLengths,
+    Segments,
+    TensorKind,
+    joined,
+    shared_lengths,
+)
 
 LSE_ROWS = 32  # log-sum-exps of a segment come in multiples of that many rows
 NO_MASK = 0
@@ -37,53 +44,34 @@ class TorchEfficientKernel:
             return "in bf16 it needs an Ampere GPU or a newer one"
         return ""
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        q_lengths: PackedLengths,
-        k_lengths: PackedLengths,
-        scale: float,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
         head_dim, parts = q.shape[-1], []
         q, k, v = (_padded(x) for x in (q, k, v))
-        for queries, keys, rows, columns in _pieces(q_lengths, k_lengths):
+        for piece, rows, columns in _pieces(segments):
             o, s, *_ = torch.ops.aten._efficient_attention_forward(
                 q[None, rows],
                 k[None, columns],
                 v[None, columns],
                 None,
-                queries.cumulative(q.device),
-                keys.cumulative(q.device),
-                queries.longest,
-                keys.longest,
+                *piece.cumulative(q.device),
+                *piece.longest,
                 0.0,
                 NO_MASK,
                 True,
-                scale=scale,
+                scale=piece.scale,
             )
-            segment, row = _places(queries, q.device)
+            segment, row = _places(piece.queries, q.device)
             parts.append((o[0, :, :, :head_dim], s[segment, :, row]))
         out, lse = joined(parts)
         return out.contiguous(), lse.contiguous()
 
     def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        q_lengths: PackedLengths,
-        k_lengths: PackedLengths,
-        scale: float,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments
     ) -> tuple[Tensor, Tensor, Tensor]:
         head_dim, parts = q.shape[-1], []
         dout, q, k, v, out = (_padded(x) for x in (dout.contiguous(), q, k, v, out.contiguous()))
         no_dropout = torch.zeros((), dtype=torch.int64, device=q.device)  # seed and offset, unused at p = 0
-        for queries, keys, rows, columns in _pieces(q_lengths, k_lengths):
+        for piece, rows, columns in _pieces(segments):
             grads = torch.ops.aten._efficient_attention_backward(
                 dout[None, rows],
                 q[None, rows],
@@ -91,17 +79,15 @@ class TorchEfficientKernel:
                 v[None, columns],
                 None,
                 out[None, rows],
-                queries.cumulative(q.device),
-                keys.cumulative(q.device),
-                queries.longest,
-                keys.longest,
-                _by_segment(lse[rows], queries),
+                *piece.cumulative(q.device),
+                *piece.longest,
+                _by_segment(lse[rows], piece.queries),
                 0.0,
                 no_dropout,
                 no_dropout,
                 NO_MASK,
                 False,
-                scale=scale,
+                scale=piece.scale,
             )
             parts.append(tuple(grad[0, :, :, :head_dim] for grad in grads[:3]))
         dq, dk, dv = (grad.contiguous() for grad in joined(parts))
@@ -131,14 +117,12 @@ def _by_segment(lse: Tensor, lengths: PackedLengths) -> Tensor:
     return padded
 
 
-def _pieces(
-    q_lengths: PackedLengths, k_lengths: PackedLengths
-) -> list[tuple[PackedLengths, PackedLengths, slice, slice]]:
+def _pieces(segments: Segments) -> list[tuple[Segments, slice, slice]]:
     """Parts of a pack with their rows of queries and of keys."""
     pieces, row, column = [], 0, 0
-    for queries, keys in cut(q_lengths.lengths, k_lengths.lengths):
+    for queries, keys in cut(segments.queries.lengths, segments.keys.lengths):
         rows, columns = slice(row, row + queries.total), slice(column, column + keys.total)
-        pieces.append((queries, keys, rows, columns))
+        pieces.append((Segments(queries, keys, segments.scale), rows, columns))
         row, column = rows.stop, columns.stop
     return pieces
 

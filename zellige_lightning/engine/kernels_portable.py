@@ -8,13 +8,14 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from zellige_lightning.engine.packing import PackedLengths, TensorKind, accumulation_dtype, joined
+from zellige_lightning.engine.packing import Segments, TensorKind, accumulation_dtype, joined
 
 
-def _runs(q_lengths: PackedLengths, k_lengths: PackedLengths) -> Iterator[tuple[int, int, int, int, int]]:
+def _runs(segments: Segments) -> Iterator[tuple[int, int, int, int, int]]:
     """Runs of segments of equal shape as (count, q start, q length, k start, k length)."""
     q_start = k_start = 0
-    for (q_length, k_length), run in groupby(zip(q_lengths.lengths, k_lengths.lengths, strict=True)):
+    lengths = zip(segments.queries.lengths, segments.keys.lengths, strict=True)
+    for (q_length, k_length), run in groupby(lengths):
         count = len(list(run))
         yield count, q_start, q_length, k_start, k_length
         q_start += count * q_length
@@ -40,41 +41,24 @@ class CpuFlashKernel:
     def lacks(kind: TensorKind) -> str:
         return "" if kind.device_type == "cpu" else "it runs on CPUs"
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        q_lengths: PackedLengths,
-        k_lengths: PackedLengths,
-        scale: float,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
         parts = []
-        for count, qs, ql, ks, kl in _runs(q_lengths, k_lengths):
+        for count, qs, ql, ks, kl in _runs(segments):
             o, s = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 _heads_first(q, qs, count, ql),
                 _heads_first(k, ks, count, kl),
                 _heads_first(v, ks, count, kl),
-                scale=scale,
+                scale=segments.scale,
             )
             parts.append((_tokens_first(o), _tokens_first(s)))
         out, lse = joined(parts)
         return out, lse
 
     def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        q_lengths: PackedLengths,
-        k_lengths: PackedLengths,
-        scale: float,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments
     ) -> tuple[Tensor, Tensor, Tensor]:
         parts = []
-        for count, qs, ql, ks, kl in _runs(q_lengths, k_lengths):
+        for count, qs, ql, ks, kl in _runs(segments):
             grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 _heads_first(dout, qs, count, ql),
                 _heads_first(q, qs, count, ql),
@@ -84,7 +68,7 @@ class CpuFlashKernel:
                 _heads_first(lse[..., None], qs, count, ql)[..., 0].contiguous(),
                 0.0,
                 False,
-                scale=scale,
+                scale=segments.scale,
             )
             parts.append(tuple(_tokens_first(grad) for grad in grads))
         dq, dk, dv = joined(parts)
@@ -100,42 +84,25 @@ class MathKernel:
     def lacks(kind: TensorKind) -> str:
         return ""
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        q_lengths: PackedLengths,
-        k_lengths: PackedLengths,
-        scale: float,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
         outs, lses = [], []
-        for count, qs, ql, ks, kl in _runs(q_lengths, k_lengths):
-            scores, values = self._scores(q, k, v, scale, count, qs, ql, ks, kl)
+        for count, qs, ql, ks, kl in _runs(segments):
+            scores, values = self._scores(q, k, v, segments.scale, count, qs, ql, ks, kl)
             lse = scores.logsumexp(-1)
             outs.append(_tokens_first((scores - lse[..., None]).exp() @ values).to(q.dtype))
             lses.append(_tokens_first(lse))
         return torch.cat(outs), torch.cat(lses)
 
     def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        q_lengths: PackedLengths,
-        k_lengths: PackedLengths,
-        scale: float,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments
     ) -> tuple[Tensor, Tensor, Tensor]:
         parts: list[tuple[Tensor, Tensor, Tensor]] = []
-        for count, qs, ql, ks, kl in _runs(q_lengths, k_lengths):
-            scores, values = self._scores(q, k, v, scale, count, qs, ql, ks, kl)
+        for count, qs, ql, ks, kl in _runs(segments):
+            scores, values = self._scores(q, k, v, segments.scale, count, qs, ql, ks, kl)
             p = (scores - _heads_first(lse[..., None], qs, count, ql)).exp()
             do = _heads_first(dout, qs, count, ql).to(scores.dtype)
             delta = (do * _heads_first(out, qs, count, ql).to(scores.dtype)).sum(-1, keepdim=True)
-            ds = p * (do @ values.transpose(-1, -2) - delta) * scale
+            ds = p * (do @ values.transpose(-1, -2) - delta) * segments.scale
             dq = ds @ _heads_first(k, ks, count, kl).to(scores.dtype)
             dk = ds.transpose(-1, -2) @ _heads_first(q, qs, count, ql).to(scores.dtype)
             parts.append((dq, dk, p.transpose(-1, -2) @ do))

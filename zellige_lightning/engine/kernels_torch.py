@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zellige_lightning.engine.packing import PackedLengths, TensorKind
+from zellige_lightning.engine.packing import Segments, TensorKind
 
 HALF = (torch.float16, torch.bfloat16)
 AMPERE = 80
@@ -37,41 +37,22 @@ class TorchVarlenKernel:
             return "this build of PyTorch has no flash attention"
         return reason
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        q_lengths: PackedLengths,
-        k_lengths: PackedLengths,
-        scale: float,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             q,
             k,
             v,
-            q_lengths.cumulative(q.device),
-            k_lengths.cumulative(q.device),
-            q_lengths.longest,
-            k_lengths.longest,
+            *segments.cumulative(q.device),
+            *segments.longest,
             0.0,
             False,
             False,
-            scale=scale,
+            scale=segments.scale,
         )
         return out, lse.transpose(0, 1).contiguous()
 
     def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        q_lengths: PackedLengths,
-        k_lengths: PackedLengths,
-        scale: float,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments
     ) -> tuple[Tensor, Tensor, Tensor]:
         # rng state and offset, unused at p = 0
         no_dropout = torch.zeros(2, dtype=torch.int64, device=q.device)
@@ -82,14 +63,12 @@ class TorchVarlenKernel:
             v,
             out,
             lse.transpose(0, 1).contiguous(),
-            q_lengths.cumulative(q.device),
-            k_lengths.cumulative(q.device),
-            q_lengths.longest,
-            k_lengths.longest,
+            *segments.cumulative(q.device),
+            *segments.longest,
             0.0,
             False,
             no_dropout,
             no_dropout,
-            scale=scale,
+            scale=segments.scale,
         )
         return dq, dk, dv

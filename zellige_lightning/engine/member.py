@@ -11,7 +11,7 @@ from zellige_lightning.engine.collectives import Exchange, GroupTransport
 from zellige_lightning.engine.kernels import attention_backward, attention_forward
 from zellige_lightning.engine.layout import BlockLayout, Rows
 from zellige_lightning.engine.observer import StepObserver, name_of
-from zellige_lightning.engine.packing import PackedLengths, accumulation_dtype
+from zellige_lightning.engine.packing import PackedLengths, Segments, accumulation_dtype
 from zellige_lightning.errors import EngineError
 from zellige_lightning.placement.schedule import Block
 
@@ -60,7 +60,7 @@ class Member:
             return None
         began = self._observer.kernel_begins("forward", kv.numel() * kv.element_size())
         key, value = kv.split(q.shape[-1], dim=-1)
-        result = attention_forward(q, key, value, self.queries, keys, scale)
+        result = attention_forward(q, key, value, Segments(self.queries, keys, scale))
         self._observer.computed(self._block, began)
         return result
 
@@ -74,6 +74,7 @@ class Member:
             return q.new_zeros(q.shape, dtype=dtype), kv.new_zeros(kv.shape, dtype=dtype)
         began = self._observer.kernel_begins("backward", kv.numel() * kv.element_size())
         key, value = kv.split(q.shape[-1], dim=-1)
-        dq, *dkv = attention_backward(dout, q, key, value, out, lse, self.queries, keys, scale)
+        segments = Segments(self.queries, keys, scale)
+        dq, *dkv = attention_backward(dout, q, key, value, out, lse, segments)
         self._observer.computed(self._block, began)
         return dq.to(dtype), torch.cat(dkv, dim=-1).to(dtype)

@@ -36,6 +36,23 @@ class PackedLengths:
         return self._cumulative[device]
 
 
+@dataclass(frozen=True)
+class Segments:
+    """What attends what: query segment i the keys of segment i, scores times `scale`."""
+
+    queries: PackedLengths
+    keys: PackedLengths
+    scale: float
+
+    def cumulative(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Prefix sums of both sides."""
+        return self.queries.cumulative(device), self.keys.cumulative(device)
+
+    @property
+    def longest(self) -> tuple[int, int]:
+        return self.queries.longest, self.keys.longest
+
+
 def packed_lengths(lengths: Tensor) -> PackedLengths:
     """Of an int64 tensor on the host."""
     return shared_lengths(tuple(lengths.tolist()))
@@ -80,25 +97,8 @@ class AttentionKernel(Protocol):
     def lacks(kind: TensorKind) -> str:
         """Why the kernel cannot take such tensors; empty where it can."""
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        q_lengths: PackedLengths,
-        k_lengths: PackedLengths,
-        scale: float,
-    ) -> tuple[Tensor, Tensor]: ...
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> tuple[Tensor, Tensor]: ...
 
     def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        q_lengths: PackedLengths,
-        k_lengths: PackedLengths,
-        scale: float,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments
     ) -> tuple[Tensor, Tensor, Tensor]: ...

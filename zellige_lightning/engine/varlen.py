@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from zellige_lightning.engine.kernels import attention_backward, attention_forward
-from zellige_lightning.engine.packing import accumulation_dtype, packed_lengths
+from zellige_lightning.engine.packing import Segments, accumulation_dtype, packed_lengths
 from zellige_lightning.errors import EngineError
 
 
@@ -55,7 +55,8 @@ def _host(lengths: Rows[int] | Tensor) -> Tensor:
 def _varlen(
     q: Tensor, k: Tensor, v: Tensor, q_lengths: Tensor, k_lengths: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    return attention_forward(q, k, v, packed_lengths(q_lengths), packed_lengths(k_lengths), scale)
+    segments = Segments(packed_lengths(q_lengths), packed_lengths(k_lengths), scale)
+    return attention_forward(q, k, v, segments)
 
 
 @_varlen.register_fake
@@ -78,8 +79,8 @@ def _varlen_backward(
     k_lengths: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    lengths = packed_lengths(q_lengths), packed_lengths(k_lengths)
-    return attention_backward(dout, q, k, v, out, lse, *lengths, scale)
+    segments = Segments(packed_lengths(q_lengths), packed_lengths(k_lengths), scale)
+    return attention_backward(dout, q, k, v, out, lse, segments)
 
 
 @_varlen_backward.register_fake

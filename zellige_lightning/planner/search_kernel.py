@@ -309,6 +309,20 @@ def take_best(first: int, last: int, candidates: Any, scores: Any) -> int:
 
 
 @compiled
+def place(
+    sign: int, s: int, j: int, set_ranks: Any, ranks: Any, degree: Any, price: Any, memory: Any, loads: Any,
+    mems: Any, num_duals: int, dual_size: Any, dual_spent: Any,
+) -> int:  # fmt: skip
+    """Puts choice j on rank set s (sign 1), or takes it back (-1); the change in the number of splits."""
+    for x in range(set_ranks[s], set_ranks[s + 1]):
+        loads[ranks[x]] += sign * price[j]
+        mems[ranks[x]] += sign * memory[j]
+    for k in range(num_duals):
+        dual_spent[k] += sign * dual_size[j * num_duals + k]
+    return sign if degree[j] > 1 else 0
+
+
+@compiled
 def decide(
     limit: int,
     budget: int,
@@ -364,13 +378,9 @@ def decide(
         i, splits = num_items - 1, stamps[3]
         s = picks[i]
         j = set_choice[s]
-        for x in range(set_ranks[s], set_ranks[s + 1]):
-            loads[ranks[x]] -= price[j]
-            mems[ranks[x]] -= memory[j]
-        for k in range(num_duals):
-            dual_spent[k] -= dual_size[j * num_duals + k]
-        if degree[j] > 1:
-            splits -= 1
+        splits += place(
+            -1, s, j, set_ranks, ranks, degree, price, memory, loads, mems, num_duals, dual_size, dual_spent
+        )  # fmt: skip
     else:
         stamps[0] += 1
         stamps[1], stamps[2], nodes = 0, 0, 0
@@ -402,13 +412,10 @@ def decide(
                 i -= 1
                 s = picks[i]
                 j = set_choice[s]
-                for x in range(set_ranks[s], set_ranks[s + 1]):
-                    loads[ranks[x]] -= price[j]
-                    mems[ranks[x]] -= memory[j]
-                for k in range(num_duals):
-                    dual_spent[k] -= dual_size[j * num_duals + k]
-                if degree[j] > 1:
-                    splits -= 1
+                splits += place(
+                    -1, s, j, set_ranks, ranks, degree, price, memory, loads, mems, num_duals, dual_size,
+                    dual_spent,
+                )  # fmt: skip
                 continue
             frames[3 * i], frames[3 * i + 1], frames[3 * i + 2] = j, 0, 0
             if (
@@ -429,13 +436,9 @@ def decide(
         nodes += 1
         stamps[2] = nodes
         picks[i] = s
-        for x in range(set_ranks[s], set_ranks[s + 1]):
-            loads[ranks[x]] += price[j]
-            mems[ranks[x]] += memory[j]
-        for k in range(num_duals):
-            dual_spent[k] += dual_size[j * num_duals + k]
-        if degree[j] > 1:
-            splits += 1
+        splits += place(
+            1, s, j, set_ranks, ranks, degree, price, memory, loads, mems, num_duals, dual_size, dual_spent
+        )  # fmt: skip
         if (
             splits + forced[i + 1] <= budget
             and duals_fit(i + 1, limit, sizes, dual_need, dual_spent)
@@ -454,10 +457,6 @@ def decide(
                 i += 1
                 frames[3 * i], frames[3 * i + 1], frames[3 * i + 2] = from_choice - 1, 0, 0
                 continue
-        for x in range(set_ranks[s], set_ranks[s + 1]):
-            loads[ranks[x]] -= price[j]
-            mems[ranks[x]] -= memory[j]
-        for k in range(num_duals):
-            dual_spent[k] -= dual_size[j * num_duals + k]
-        if degree[j] > 1:
-            splits -= 1
+        splits += place(
+            -1, s, j, set_ranks, ranks, degree, price, memory, loads, mems, num_duals, dual_size, dual_spent
+        )  # fmt: skip

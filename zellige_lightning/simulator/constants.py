@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from zellige_lightning.placement.attention import AttentionGeometry
 from zellige_lightning.placement.sequence import Bucket
 from zellige_lightning.planner.cost import ModelGeometry
-from zellige_lightning.simulator.traffic import AttentionGeometry
 
 
 @dataclass(frozen=True)

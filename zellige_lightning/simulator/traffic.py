@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
+from zellige_lightning.placement.attention import AttentionGeometry
 from zellige_lightning.placement.plan import ParallelConfig, PlacementOption
 from zellige_lightning.placement.schedule import shard, split_blocks
 from zellige_lightning.placement.topology import Topology
@@ -28,17 +29,6 @@ FORWARD, BACKWARD = "forward", "backward"
 ALIGNMENT_BYTES = 16  # a packed row of the head exchange is padded to a multiple of it
 CHECKPOINTED = ((FORWARD, 2), (BACKWARD, 1))  # passes over attention in one step
 STORED = ((FORWARD, 1), (BACKWARD, 1))  # where attention is saved, not recomputed
-
-
-@dataclass(frozen=True)
-class AttentionGeometry:
-    """Self-attention of one layer. Accumulators (dk, dv, log-sum-exp) have `accumulation_bytes` per
-    element."""
-
-    num_heads: int
-    head_dim: int
-    element_bytes: int = 2
-    accumulation_bytes: int = 4
 
 
 @dataclass(frozen=True)
@@ -128,40 +118,29 @@ class BlockTraffic:
         )
         return Exchange(kind, sent)
 
-    @property
-    def _token(self) -> int:
-        """Bytes of one head of one token of q, k, v or out."""
-        return self.geometry.head_dim * self.geometry.element_bytes
-
-    @property
-    def _gradient(self) -> int:
-        """Bytes of one head of one token of dk and dv while they are summed."""
-        return 2 * self.geometry.head_dim * self.geometry.accumulation_bytes
-
     def before(self, which: str) -> list[Exchange]:
         """Exchanges ahead of attention: the head exchange, then the gathered keys."""
-        packed = 3 * self._token if which == FORWARD else 5 * self._token + self.geometry.accumulation_bytes
+        packed = self.geometry.scattered_bytes(which == FORWARD)
         found = [self._scatter(packed)] if self.config.h > 1 else []
         if self.config.q > 1:
-            found.append(self._to_query_peers("all_gather", 2 * self._token, inverse=False))
+            found.append(self._to_query_peers("all_gather", 2 * self.geometry.token_bytes, inverse=False))
         return found
 
     def ring(self, hop: int) -> Exchange:
         """Keys and values on their way to the next position, while attention over those of `hop` runs."""
-        return self._hop("ring", hop, 2 * self._token)
+        return self._hop("ring", hop, 2 * self.geometry.token_bytes)
 
     def ring_gradient(self, hop: int) -> Exchange:
         """Sums of dk and dv, one hop behind."""
-        return self._hop("ring_gradient", hop, self._gradient)
+        return self._hop("ring_gradient", hop, self.geometry.gradient_bytes)
 
     def after(self, which: str) -> list[Exchange]:
         """Exchanges behind attention."""
         found = []
         if which == BACKWARD and self.config.q > 1:
-            found.append(self._to_query_peers("reduce_scatter", self._gradient, inverse=True))
+            found.append(self._to_query_peers("reduce_scatter", self.geometry.gradient_bytes, inverse=True))
         if self.config.h > 1:
-            back = self._token + self.geometry.accumulation_bytes if which == FORWARD else 3 * self._token
-            found.append(self._gather(back))
+            found.append(self._gather(self.geometry.returned_bytes(which == FORWARD)))
         return found
 
     def exchanges(self, which: str) -> list[Exchange]:

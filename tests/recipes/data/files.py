@@ -11,9 +11,11 @@ from typing import Any
 
 import av
 import numpy as np
+import torch
 from PIL import Image
 
 from zellige_lightning.recipes.wan21.buckets import BucketRules, Resolution
+from zellige_lightning.recipes.wan21.decision import Decision, decide, read_pixels
 from zellige_lightning.recipes.wan21.manifest import MediaItem
 from zellige_lightning.recipes.wan21.media import find_media
 from zellige_lightning.recipes.wan21.probe import Caps
@@ -42,6 +44,21 @@ def rules(frames: tuple[int, ...], size: tuple[int, int] = (64, 64), **options: 
 
 def item_of(path: Path, **options: Any) -> MediaItem:
     return MediaItem(path.name, str(path), "a caption", path.name, **options)
+
+
+def decided(path: Path, wanted: BucketRules, caps: Caps = CAPS) -> Decision:
+    return decide(item_of(path), wanted, caps)[0]
+
+
+def pixels_of(item: MediaItem, wanted: BucketRules) -> torch.Tensor:
+    decision, found = decide(item, wanted, CAPS)
+    assert decision.kept, decision.reason
+    assert found is not None
+    return read_pixels(item, decision, found, wanted, CAPS)
+
+
+def real_images() -> list[Path]:
+    return [find_media(package, name) for package, names in REAL_IMAGES.items() for name in names]
 
 
 def real_clip(name: str) -> Path:

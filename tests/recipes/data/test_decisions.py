@@ -12,10 +12,12 @@ from PIL import Image
 
 from tests.recipes.data.files import (
     CAPS,
-    REAL_IMAGES,
+    decided,
     fast_start,
     item_of,
+    pixels_of,
     real_clip,
+    real_images,
     rules,
     turned_clockwise,
     with_header_count,
@@ -23,30 +25,13 @@ from tests.recipes.data.files import (
     write_image,
 )
 from zellige_lightning.errors import ConfigError
-from zellige_lightning.recipes.wan21.buckets import BucketRules, load_rules
+from zellige_lightning.recipes.wan21.buckets import load_rules
 from zellige_lightning.recipes.wan21.decision import (
-    Decision,
     decide,
-    read_pixels,
 )
 from zellige_lightning.recipes.wan21.decoder import Decoder
-from zellige_lightning.recipes.wan21.manifest import MediaItem
-from zellige_lightning.recipes.wan21.media import find_media, fit
+from zellige_lightning.recipes.wan21.media import fit
 from zellige_lightning.recipes.wan21.probe import Caps
-
-IMAGES = [find_media(package, name) for package, names in REAL_IMAGES.items() for name in names]
-
-
-def decided(path: Path, wanted: BucketRules, caps: Caps = CAPS) -> Decision:
-    return decide(item_of(path), wanted, caps)[0]
-
-
-def pixels_of(item: MediaItem, wanted: BucketRules) -> torch.Tensor:
-    decision, found = decide(item, wanted, CAPS)
-    assert decision.kept, decision.reason
-    assert found is not None
-    return read_pixels(item, decision, found, wanted, CAPS)
-
 
 # ---- real media ----
 
@@ -69,7 +54,7 @@ def test_real_clips_with_the_published_buckets() -> None:
 
 def test_real_images_in_many_shapes() -> None:
     wan = load_rules("wan21")
-    found = {path.stem: decided(path, wan).bucket for path in IMAGES}
+    found = {path.stem: decided(path, wan).bucket for path in real_images()}
     assert found == {
         "astronaut": "image-256x256",
         "coffee": "image-224x304",

@@ -10,36 +10,19 @@ import torch
 
 from tests.recipes.data.files import (
     CAPS,
-    REAL_IMAGES,
     item_of,
+    pixels_of,
     real_clip,
+    real_images,
     rules,
     write_clip,
     write_image,
 )
-from zellige_lightning.recipes.wan21.buckets import BucketRules
 from zellige_lightning.recipes.wan21.decision import (
-    Decision,
     decide,
-    read_pixels,
 )
 from zellige_lightning.recipes.wan21.decoder import Decoder
-from zellige_lightning.recipes.wan21.manifest import MediaItem
-from zellige_lightning.recipes.wan21.media import find_media
 from zellige_lightning.recipes.wan21.probe import Caps
-
-IMAGES = [find_media(package, name) for package, names in REAL_IMAGES.items() for name in names]
-
-
-def decided(path: Path, wanted: BucketRules, caps: Caps = CAPS) -> Decision:
-    return decide(item_of(path), wanted, caps)[0]
-
-
-def pixels_of(item: MediaItem, wanted: BucketRules) -> torch.Tensor:
-    decision, found = decide(item, wanted, CAPS)
-    assert decision.kept, decision.reason
-    assert found is not None
-    return read_pixels(item, decision, found, wanted, CAPS)
 
 
 def test_a_medium_that_takes_too_long_costs_one_process(tmp_path: Path) -> None:
@@ -68,7 +51,7 @@ def test_a_decoder_that_dies_is_named_and_replaced(tmp_path: Path) -> None:
 
 
 def test_processes_and_one_process_agree(tmp_path: Path) -> None:
-    items = [item_of(path) for path in IMAGES] + [item_of(real_clip("carphone_pristine.mp4"))]
+    items = [item_of(path) for path in real_images()] + [item_of(real_clip("carphone_pristine.mp4"))]
     wanted = rules((1, 5))
     with Decoder(2, wanted, CAPS, pixels=True) as decoder:
         done = {d.item.name: d for d in decoder.run(items)}

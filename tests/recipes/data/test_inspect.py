@@ -6,42 +6,19 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.recipes.data.files import (
-    CAPS,
-    REAL_IMAGES,
-    item_of,
     write_clip,
     write_image,
 )
 from zellige_lightning.errors import DataError
-from zellige_lightning.recipes.wan21.buckets import BucketRules
 from zellige_lightning.recipes.wan21.decision import (
     Decision,
     check_unreadable,
-    decide,
-    read_pixels,
     summary,
     to_csv,
 )
 from zellige_lightning.recipes.wan21.inspect_cli import main
-from zellige_lightning.recipes.wan21.manifest import MediaItem
-from zellige_lightning.recipes.wan21.media import find_media
-from zellige_lightning.recipes.wan21.probe import Caps
-
-IMAGES = [find_media(package, name) for package, names in REAL_IMAGES.items() for name in names]
-
-
-def decided(path: Path, wanted: BucketRules, caps: Caps = CAPS) -> Decision:
-    return decide(item_of(path), wanted, caps)[0]
-
-
-def pixels_of(item: MediaItem, wanted: BucketRules) -> torch.Tensor:
-    decision, found = decide(item, wanted, CAPS)
-    assert decision.kept, decision.reason
-    assert found is not None
-    return read_pixels(item, decision, found, wanted, CAPS)
 
 
 def test_the_command_prints_every_file_and_a_summary(
