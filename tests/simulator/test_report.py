@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from zellige_lightning.placement.plan import WHOLE
 from zellige_lightning.simulator.cluster import load_cluster
 from zellige_lightning.simulator.compare import MAIN_POLICIES
 from zellige_lightning.simulator.constants import (
@@ -141,5 +142,5 @@ def test_measured_steps_agree_in_loss_and_show_the_straggler() -> None:
     ours, naive = measured.entries["exact"], measured.entries["naive"]
     assert ours[0] is not None and naive[0] is not None and ours[1] is not None and naive[1] is not None
     assert naive[0].imbalance > 1.5 > 1.1 > ours[0].imbalance
-    assert naive[1].placement == ours[1].placement  # one image each: the same, in whatever order
+    assert naive[1].placement == ((("image-64", WHOLE),),) * 2  # ours may split them, by noisy prices
     assert "1 video + 1 image-64 | 0.9" in write(measured, figures)
