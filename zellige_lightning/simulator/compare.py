@@ -86,9 +86,9 @@ class Stage:
         cap = cap_mib or self.cap_mib
         if (config, cap) not in self._planners:
             memory = MemoryModel(self.model.geometry)
-            self._planners[config, cap] = make_planner(
-                config, self.table, memory, self.topology, self.model.heads, cap
-            )
+            planner = make_planner(config, self.table, memory, self.topology, self.model.heads, cap)
+            planner.prepare()  # in training imports and compilation are over before the first batch
+            self._planners[config, cap] = planner
         return self._planners[config, cap]
 
     def config(self, policy: str, layout: str = "auto") -> PlannerConfig:
