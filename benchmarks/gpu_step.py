@@ -11,8 +11,7 @@ import torch
 from gpu_common import Setup, elapsed_ms, free_bytes, rounded
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 
-from zellige_lightning.batch import RankBatch
-from zellige_lightning.datamodule import local_batch
+from zellige_lightning.batch import RankBatch, local_batch
 from zellige_lightning.engine import AttentionRouter, CoalescedAttentionEngine
 from zellige_lightning.engine.routing import engine_of_step
 from zellige_lightning.geometry import held_and_peak, measure_geometry

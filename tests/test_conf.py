@@ -18,9 +18,11 @@ from omegaconf import DictConfig, OmegaConf
 import zellige_lightning.conf
 from zellige_lightning.cli import explain
 from zellige_lightning.datamodule import ZelligeDataModule, as_catalog
+from zellige_lightning.engine_config import EngineConfig
 from zellige_lightning.errors import ConfigError
 from zellige_lightning.fsdp2 import ShardedStrategy, ZelligeFSDP2Strategy
 from zellige_lightning.instantiate import check_targets, instantiate, resolved
+from zellige_lightning.placing import PlacingStrategy
 from zellige_lightning.planner.planner import PLANNERS, PlannerConfig
 from zellige_lightning.profiler import ProfilerConfig
 from zellige_lightning.recipes.train import train
@@ -29,7 +31,7 @@ from zellige_lightning.recipes.wan21.demo_media import demo_buckets
 from zellige_lightning.recipes.wan21.flow import FlowMatching
 from zellige_lightning.recipes.wan21.module import WanModule
 from zellige_lightning.sources.adaptive_load import AdaptiveLoad
-from zellige_lightning.strategy import EngineConfig, PlacingStrategy, ZelligeStrategy
+from zellige_lightning.strategy import ZelligeStrategy
 
 CONF = Path(zellige_lightning.conf.__file__).parent
 # conf/cluster is no group of a job: only zellige-plan and the simulator read it.

@@ -16,7 +16,8 @@ from torch.nn.utils import clip_grad_norm_
 
 from tests.distributed import run_distributed
 from zellige_lightning import ZelligeStrategy
-from zellige_lightning.datamodule import ZelligeDataModule, local_batch
+from zellige_lightning.batch import local_batch
+from zellige_lightning.datamodule import ZelligeDataModule
 from zellige_lightning.instantiate import instantiate
 from zellige_lightning.placement import GlobalBatch
 from zellige_lightning.recipes.wan21.module import WanModule

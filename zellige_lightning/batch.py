@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 
 from zellige_lightning.errors import DataError
-from zellige_lightning.placement import GlobalBatch, Plan, RankSchedule, Segment, Sequence, build_schedule
+from zellige_lightning.placement import (
+    GlobalBatch,
+    Plan,
+    RankSchedule,
+    Segment,
+    Sequence,
+    build_schedule,
+    whole,
+)
 from zellige_lightning.placement.schedule import PADDING, padded
 from zellige_lightning.placement.sequence import Bucket, Grid
 from zellige_lightning.sources.base import FieldSpec, TokenSource
@@ -215,3 +223,10 @@ def _join(join: Callable[[list[Tensor]], Tensor], tensors: list[Tensor], spec: F
     if not tensors:
         return torch.zeros((0, *spec.shape), dtype=spec.dtype)
     return join(tensors)
+
+
+def local_batch(batch: GlobalBatch, source: TokenSource, loss_reduction: str = "sequence") -> RankBatch:
+    """All sequences of `batch` whole on this process: a world of its own."""
+    size = len(batch.sequences)
+    plan = Plan(batch.step, 1, (whole(0),) * size, (0,), (0,), planner="local")
+    return materialize(batch, plan, 0, source, loss_reduction=loss_reduction)

@@ -3,7 +3,7 @@ batch, in `on_before_batch_transfer`, to the tokens that the plan gives this ran
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence as Rows
+from collections.abc import Callable, Mapping, Sequence as Rows
 from typing import Any
 
 from lightning.pytorch import LightningDataModule
@@ -13,12 +13,11 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from zellige_lightning.batch import RankBatch, materialize
 from zellige_lightning.errors import ConfigError, DataError
-from zellige_lightning.evaluation import EvaluationWave, PlannedEvaluationLoader
+from zellige_lightning.evaluation import EvaluationLoader, EvaluationWave, LocalStep, PlannedEvaluationLoader
 from zellige_lightning.loader import GlobalBatchLoader
 from zellige_lightning.lookahead import PendingStep
-from zellige_lightning.placement import Bucket, Catalog, GlobalBatch, Plan, whole
+from zellige_lightning.placement import Bucket, Catalog, GlobalBatch
 from zellige_lightning.sources import DatasetSource, GlobalBatchSampler, Sample, TokenSource
 from zellige_lightning.sources.adaptive_load import AdaptiveLoad, AdaptiveLoadSampler
 from zellige_lightning.stream import StreamLoader, is_stream
@@ -169,7 +168,7 @@ class ZelligeDataModule(LightningDataModule):
         return type(owner).on_before_batch_transfer(owner, batch, dataloader_idx)
 
     def _strategy(self) -> Any:
-        from zellige_lightning.strategy import PlacingStrategy
+        from zellige_lightning.placing import PlacingStrategy
 
         assert self.trainer is not None
         strategy = self.trainer.strategy
@@ -286,58 +285,6 @@ class ZelligeDataModule(LightningDataModule):
 
 def _of_items(describe: Callable[[Any], Sample], dataset: Any) -> Callable[[int], Sample]:
     return lambda index: describe(dataset[index])
-
-
-class LocalStep:
-    """What an `EvaluationLoader` yields: a batch of whole sequences that is read in the hook, past the
-    half-precision plugins, which would cast its loss weights."""
-
-    def __init__(self, batch: GlobalBatch, loader: GlobalBatchLoader) -> None:
-        self.batch, self._loader = batch, loader
-
-    def read(self, precision: Precision) -> RankBatch:
-        """Its tokens, in the precision of the run."""
-        batch = local_batch(self.batch, self._loader.source, self._loader.loss_reduction)
-        batch.tokens = precision.convert_input(batch.tokens)
-        batch.context = precision.convert_input(batch.context)
-        return batch
-
-
-class EvaluationLoader:
-    """This rank's share of the evaluation batches. Nothing is split; all ranks have equally many batches,
-    so that none waits for another in a synchronized metric."""
-
-    def __init__(self, loader: GlobalBatchLoader, rank: int, world_size: int) -> None:
-        self.loader = loader
-        batches = loader.epoch_batches(0, window=1, limit=len(loader))
-        self._batches = _even_out(batches, world_size)[rank::world_size]
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def __iter__(self) -> Iterator[LocalStep]:
-        for batch in self._batches:
-            yield LocalStep(batch, self.loader)
-
-
-def _even_out(batches: list[GlobalBatch], multiple: int) -> list[GlobalBatch]:
-    """The same sequences in a number of batches that `multiple` divides: large batches are halved; once
-    all hold a single sequence, empty ones are added."""
-    keys = [[(s.key, s.bucket) for s in batch.sequences] for batch in batches]
-    while len(keys) % multiple:
-        largest = max(range(len(keys)), key=lambda i: len(keys[i]))
-        items = keys[largest]
-        half = (len(items) + 1) // 2
-        keys[largest] = items[:half]
-        keys.append(items[half:])
-    return [GlobalBatch.of(step, 0, items) for step, items in enumerate(keys)]
-
-
-def local_batch(batch: GlobalBatch, source: TokenSource, loss_reduction: str = "sequence") -> RankBatch:
-    """All sequences of `batch` whole on this process: a world of its own."""
-    size = len(batch.sequences)
-    plan = Plan(batch.step, 1, (whole(0),) * size, (0,), (0,), planner="local")
-    return materialize(batch, plan, 0, source, loss_reduction=loss_reduction)
 
 
 def as_catalog(catalog: Catalog | Mapping[str, Any] | None) -> Catalog | None:

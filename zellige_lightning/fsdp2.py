@@ -23,10 +23,10 @@ from zellige_lightning.accumulation import accumulates
 from zellige_lightning.errors import ConfigError
 from zellige_lightning.memory_budget import usable_bytes
 from zellige_lightning.mixin import CoalescedAttentionMixin
+from zellige_lightning.placing import PlacingStrategy
 from zellige_lightning.registration import register
 from zellige_lightning.sharded_checkpoint import holds_shards, save_sharded, verify
 from zellige_lightning.sharding import shard, trained_bytes
-from zellige_lightning.strategy import PlacingStrategy
 from zellige_lightning.trial import template_of
 
 KEPT_SHARE = 0.25  # of the memory, that whole gradients may take between the backwards of a window

@@ -11,8 +11,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from zellige_lightning.batch import materialize
-from zellige_lightning.datamodule import local_batch
+from zellige_lightning.batch import local_batch, materialize
 from zellige_lightning.engine import AttentionRouter, CoalescedAttentionEngine
 from zellige_lightning.engine.rehearsal import engine_alone
 from zellige_lightning.engine.routing import engine_of_step

@@ -12,7 +12,7 @@ from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from zellige_lightning.launch import HydraSafeLauncher
 
 if TYPE_CHECKING:
-    from zellige_lightning.strategy import PlacingStrategy
+    from zellige_lightning.placing import PlacingStrategy
 
 
 class GuardedScriptLauncher(HydraSafeLauncher):

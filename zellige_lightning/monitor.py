@@ -23,7 +23,7 @@ class MakespanMonitor(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        from zellige_lightning.strategy import PlacingStrategy
+        from zellige_lightning.placing import PlacingStrategy
 
         strategy = trainer.strategy
         if not isinstance(strategy, PlacingStrategy) or strategy.planned_step is None:

@@ -110,7 +110,7 @@ class HardwareProfiler(Callback):
         self.config = ProfilerConfig.of(settings)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        from zellige_lightning.strategy import PlacingStrategy
+        from zellige_lightning.placing import PlacingStrategy
 
         if isinstance(trainer.strategy, PlacingStrategy):
             trainer.strategy.prepare_planning()

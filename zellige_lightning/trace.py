@@ -10,8 +10,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from zellige_lightning.batch import RankBatch, materialize
-from zellige_lightning.datamodule import local_batch
+from zellige_lightning.batch import RankBatch, local_batch, materialize
 from zellige_lightning.engine import AttentionRouter
 from zellige_lightning.errors import EngineError
 from zellige_lightning.placement import Bucket, GlobalBatch, ParallelConfig, PlacementOption, Plan

@@ -19,7 +19,7 @@ from zellige_lightning.lookahead import PlannedStep
 from zellige_lightning.mixin import require_mixin
 
 if TYPE_CHECKING:
-    from zellige_lightning.strategy import PlacingStrategy
+    from zellige_lightning.placing import PlacingStrategy
 
 _HOOK = "optimizer_zero_grad"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from PIL import Image
 from torch import Tensor
 
-from zellige_lightning.datamodule import local_batch
+from zellige_lightning.batch import local_batch
 from zellige_lightning.placement import Catalog, GlobalBatch, Sequence
 from zellige_lightning.recipes.wan21.codec import LatentCodec
 from zellige_lightning.recipes.wan21.flow import FlowMatching

@@ -13,13 +13,13 @@ from torch import Tensor
 from zellige_lightning.errors import ConfigError, DataError
 from zellige_lightning.loader import GlobalBatchLoader
 from zellige_lightning.placement import GlobalBatch, Sequence
+from zellige_lightning.placing import PlacingStrategy
 from zellige_lightning.recipes.wan21.codec import LatentCodec
 from zellige_lightning.recipes.wan21.module import WanModule
 from zellige_lightning.recipes.wan21.patchify import unpatchify
 from zellige_lightning.recipes.wan21.pictures_out import write_pictures
 from zellige_lightning.recipes.wan21.sampler import SamplerSettings, whole_samples
 from zellige_lightning.recipes.wan21.vae import WanVae, load_codec
-from zellige_lightning.strategy import PlacingStrategy
 
 
 class SampleMedia(Callback):

@@ -12,7 +12,7 @@ from PIL import Image
 from torch import nn
 
 from tests.recipes.packing import block_diagonal
-from zellige_lightning.datamodule import local_batch
+from zellige_lightning.batch import local_batch
 from zellige_lightning.errors import ConfigError
 from zellige_lightning.placement import GlobalBatch, Sequence
 from zellige_lightning.recipes.wan21.demo_data import DemoDataModule

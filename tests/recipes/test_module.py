@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.recipes.packing import block_diagonal
-from zellige_lightning.batch import RankBatch, materialize
-from zellige_lightning.datamodule import local_batch
+from zellige_lightning.batch import RankBatch, local_batch, materialize
 from zellige_lightning.errors import ConfigError, DataError
 from zellige_lightning.placement import (
     Bucket,

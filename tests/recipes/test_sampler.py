@@ -15,7 +15,8 @@ from tests.distributed import run_distributed
 from tests.lightning.toy import make_trainer, model_prices
 from tests.recipes.packing import block_diagonal
 from zellige_lightning.average import WeightAverage
-from zellige_lightning.datamodule import ZelligeDataModule, local_batch
+from zellige_lightning.batch import local_batch
+from zellige_lightning.datamodule import ZelligeDataModule
 from zellige_lightning.errors import ConfigError
 from zellige_lightning.placement import Bucket, GlobalBatch
 from zellige_lightning.recipes.wan21.codec import DctCodec
