@@ -11,7 +11,9 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tests.distributed import run_distributed
-from tests.test_waves import Data, Module, Source, sequences
+from tests.invariance.dealt import OneSource
+from tests.invariance.subject import MemorySource
+from tests.test_waves import Module, sequences
 from zellige_lightning import ZelligeDataModule, ZelligeStrategy
 from zellige_lightning.position import deferred_in
 
@@ -31,7 +33,7 @@ def train(rank: int, folder: str, max_steps: int, resume: bool) -> dict[str, Any
         callbacks=[ModelCheckpoint(folder, every_n_train_steps=1, save_last=True)],
     )  # fmt: skip
     checkpoint = Path(folder) / "last.ckpt"
-    data = ZelligeDataModule(Data(Source(sequences())), tokens_per_batch=420)
+    data = ZelligeDataModule(OneSource(MemorySource(sequences(), ("x",))), tokens_per_batch=420)
     trainer.fit(Module().double(), data, ckpt_path=checkpoint if resume else None)
     (monitor,) = (c for c in trainer.callbacks if hasattr(c, "records"))
     return {
