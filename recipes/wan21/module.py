@@ -23,6 +23,10 @@ from zellige_lightning.recipes.wan21.schedule import RateSchedule
 from zellige_lightning.recipes.wan21.start import start_from
 from zellige_lightning.sharding import materialize
 
+_STARTED = (
+    "wan21_started"  # in checkpoints: whether the parameters are already those that training starts from
+)
+
 
 class WanModule(CoalescedAttentionMixin, LightningModule):
     """Trains a `WanModel` on batches with token field `latents` `[T, 64]` and sequence field `text`.
@@ -82,9 +86,13 @@ class WanModule(CoalescedAttentionMixin, LightningModule):
         if not isinstance(strategy, ModelParallelStrategy):
             materialize(self, self, strategy.root_device if strategy is not None else torch.device("cpu"))
 
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Callbacks that try something out go back to a checkpoint from before `weights` were read."""
+        checkpoint[_STARTED] = self.weights is None or self._weights_read
+
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """What is loaded wins over `weights`, which may be gone by then."""
-        self._weights_read = True
+        self._weights_read = checkpoint.get(_STARTED, True)
 
     def on_train_start(self) -> None:
         """Read `weights`, into the shards of this rank where the model is sharded, unless a checkpoint was

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule, seed_everything
+from lightning.pytorch.callbacks import LearningRateFinder
 
 from tests.distributed import run_distributed, run_outcomes
 from tests.lightning.toy import make_trainer, model_prices, whole_tensor
@@ -77,6 +78,24 @@ def test_two_ranks_train_from_them_and_a_checkpoint_needs_them_no_more(strategy:
         assert (first[name] == second[name]).all()
         for found in (first, resumed):
             torch.testing.assert_close(torch.from_numpy(found[name]), values, rtol=0, atol=1e-6)
+
+
+def finding(rank: int, weights: str) -> dict[str, Any]:
+    """One step at a rate of next to nothing, after a search for rates that goes back to where it began."""
+    model_prices()
+    seed_everything(0, workers=True, verbose=False)
+    module = WanModule("tiny", weights=weights, lr=1e-9, warmup_steps=0)
+    search = LearningRateFinder(1e-9, 1e-8, num_training_steps=3, update_attr=False)
+    trainer = make_trainer(max_steps=1, max_epochs=-1, callbacks=[search], default_root_dir=weights)
+    trainer.fit(module, ZelligeDataModule(Data(), tokens_per_batch=20))
+    return {name: p.detach().numpy() for name, p in module.model.named_parameters()}
+
+
+def test_training_starts_from_them_after_a_search_for_a_rate(tmp_path: Path) -> None:
+    state = saved(tmp_path / "weights")
+    (found,) = run_distributed(finding, 1, str(tmp_path / "weights"), group=False)
+    for name, values in state.items():
+        torch.testing.assert_close(torch.from_numpy(found[name]), values, rtol=0, atol=1e-6)
 
 
 def test_weights_that_one_rank_cannot_read_stop_all(tmp_path: Path) -> None:
