@@ -92,7 +92,8 @@ class Cluster:
         if cap < 1:
             raise ConfigError(
                 f"{model.name} with its states needs {base:.1f} GiB on each rank of {self.name}",
-                fix="choose a smaller model or a cluster with more memory",
+                fix="choose a smaller model or a cluster with more memory, or say what sharded states leave"
+                " for sequences: --memory-cap-gib",
             )
         return cap
 
