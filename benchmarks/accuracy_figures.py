@@ -59,6 +59,11 @@ class Row:
     def measured(self, clock: str = "wall") -> float:
         return settled(self.wall_s if clock == "wall" else self.cpu_s, self.queued)
 
+    def halves(self, clock: str = "wall") -> tuple[float, float]:
+        """Medians of odd and of even repeats, among the calmer ones."""
+        repeats = calmer(self.wall_s if clock == "wall" else self.cpu_s, self.queued)
+        return median(repeats[::2]), median(repeats[1::2] or repeats)
+
     def predicted(self, clock: str = "wall") -> float:
         return self.predicted_s if clock == "wall" else self.predicted_cpu_s
 
@@ -160,12 +165,20 @@ def error_correlation(rows: Sequence[Row], clock: str) -> float:
 
 def repeat_noise_pct(rows: Sequence[Row], clock: str = "wall") -> float:
     """How far two medians of the same plan are apart on average: odd against even repeats."""
-    pairs = []
-    for row in rows:
-        repeats = calmer(row.wall_s if clock == "wall" else row.cpu_s, row.queued)
-        if len(repeats) > 1:
-            pairs.append(abs(median(repeats[::2]) / median(repeats[1::2]) - 1.0))
+    pairs = [abs(odd / even - 1.0) for odd, even in (row.halves(clock) for row in rows)]
     return 100.0 * mean(pairs) if pairs else 0.0
+
+
+def repeat_spearman(rows: Sequence[Row], clock: str = "wall") -> float:
+    """Rank correlation of odd with even repeats within batches, averaged: what the order of plans is worth
+    that was measured, and so what a perfect prediction would reach at most."""
+    found = []
+    for batch in sorted({row.batch for row in rows}):
+        members = [row for row in rows if row.batch == batch]
+        if order_of(members, clock) is not None:
+            odd, even = zip(*(row.halves(clock) for row in members), strict=True)
+            found.append(spearman(odd, even))
+    return mean(found) if found else 0.0
 
 
 def figures(rows: Sequence[Row], profiling_seconds: float, clock: str = "wall") -> dict[str, float]:
@@ -197,5 +210,6 @@ def figures(rows: Sequence[Row], profiling_seconds: float, clock: str = "wall") 
         "top3_accuracy": mean(order.top3 for order in found) if found else 0.0,
         "error_correlation": error_correlation(held, clock),
         "repeat_noise_pct": repeat_noise_pct(held, clock),
+        "repeat_spearman": repeat_spearman(held, clock),
         "profiling_seconds": profiling_seconds,
     }

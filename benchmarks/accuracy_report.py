@@ -52,7 +52,7 @@ def report(
             "",
             *(
                 f"* {name}: {other[name]:.4g}"
-                for name in ("makespan_mape_pct", "makespan_bias_pct", "spearman")
+                for name in ("makespan_mape_pct", "makespan_bias_pct", "spearman", "repeat_spearman")
             ),
             *(f"* {name}: {other[name]:.4g}" for name in ("pairwise_accuracy_5pct", "top1_regret_pct")),
         ]

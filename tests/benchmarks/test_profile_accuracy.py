@@ -6,7 +6,17 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from accuracy_figures import Row, error_correlation, figures, interval, order_of, pairwise, spearman
+from accuracy_figures import (
+    Row,
+    error_correlation,
+    figures,
+    interval,
+    order_of,
+    pairwise,
+    repeat_noise_pct,
+    repeat_spearman,
+    spearman,
+)
 from accuracy_plans import VIDEOS, covering_rows, is_held_out, make_cases
 
 from zellige_lightning.placement import ParallelConfig, Topology
@@ -47,6 +57,7 @@ def test_batches_cover_the_menu_and_half_are_held_out() -> None:
 
 def row(batch: int, predicted: float, measured: float, **other: Any) -> Row:
     known: dict[str, Any] = {"held_out": True, "memory_mib": 100.0, "predicted_mib": 101.0}
+    known |= {"wall_s": (measured, measured, 9.0 * measured), "queued": (0.05, 0.05, 0.3)}
     return Row(
         batch=batch,
         kind="x",
@@ -55,9 +66,7 @@ def row(batch: int, predicted: float, measured: float, **other: Any) -> Row:
         mixed=False,
         predicted_s=predicted,
         predicted_cpu_s=predicted,
-        wall_s=(measured, measured, 9.0 * measured),
         cpu_s=(measured,) * 3,
-        queued=(0.05, 0.05, 0.3),
         **{**known, **other},
     )
 
@@ -86,6 +95,17 @@ def test_figures_are_of_held_out_plans_by_medians() -> None:
     assert found["spearman"] == found["pairwise_accuracy_5pct"] == found["top3_accuracy"] == 1.0
     short = figures([row(0, 1.0, 1.0, predicted_mib=95.0), row(1, 1.0, 1.0)], 3.0)
     assert short["memory_worst_under_pct"] == pytest.approx(5.0)
+
+
+def test_the_order_of_repeats_bounds_what_a_prediction_can_reach() -> None:
+    stable = [row(0, m, m) for m in (1.0, 1.1, 1.3)]
+    assert repeat_spearman(stable) == pytest.approx(1.0) and repeat_noise_pct(stable) == 0.0
+    swapped = [
+        row(0, 1.0, 1.0, wall_s=walls, queued=(0.0,) * 4)
+        for walls in ((1.0, 1.5, 1.0, 1.5), (1.1, 1.2, 1.1, 1.2), (1.6, 1.6, 1.6, 1.6))
+    ]
+    assert repeat_spearman(swapped) == pytest.approx(0.5)
+    assert repeat_noise_pct(swapped) == pytest.approx(100 * (0.5 / 1.5 + 0.1 / 1.2) / 3)
 
 
 def test_errors_that_a_batch_shares_correlate() -> None:
