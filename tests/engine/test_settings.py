@@ -114,7 +114,7 @@ def test_traces_stand_next_to_the_log(runs: Any) -> None:
         {"trace_steps": "all"},
         {"trace_steps": [1, -2]},
         {"debug": "yes"},
-        {"transprot": "auto"},
+        {"transports": "auto"},
     ],
     ids=str,
 )
