@@ -413,9 +413,8 @@ class PlacingStrategy(_Processes):
         if tokens_per_batch is None or not fitting or not isinstance(data, ZelligeDataModule):
             return
         if tokens_per_batch != data.tokens_per_batch:
-            loop._combined_loader = (
-                None  # a scheduler that asked for the number of steps has made one already
-            )
+            # A scheduler that asked for the number of steps has made one already.
+            loop._combined_loader = None
         data.go_on_with(tokens_per_batch)
 
     # ---- stopping and failing ------------------------------------------------------------------------------
