@@ -65,6 +65,20 @@ def test_noise_and_a_spike_are_no_reason_to_change(world: int, noise: float) -> 
         assert 10 <= found.noise <= 50
 
 
+def test_much_noise_over_a_long_run_hardly_ever_changes_a_price() -> None:
+    """One of many factors always seems to help a little: what chance alone would gain does not count."""
+    changes = 0
+    for seed in range(6):
+        rng, observations, present = random.Random(seed), [], NONE
+        for number in range(120):
+            observations = [*observations[-47:], step(number, 2, rng, noise=0.15)]
+            if number > 12 and number % 4 == 0:
+                found = reprice(observations, present)
+                changes += replace(found, noise=0) != replace(present, noise=0)
+                present = found
+    assert changes <= 4, "of 162 decisions"
+
+
 @pytest.mark.parametrize("world", [2, 4, 8])
 @pytest.mark.parametrize("factor", [0.7, 1.5, 3.0])
 def test_what_follows_the_rank_is_the_rank(world: int, factor: float) -> None:

@@ -14,6 +14,7 @@ STEP = math.log(LEVEL)
 HYSTERESIS = 0.75  # levels that an estimate must be away from the present one
 WORTH, WORTH_SHARE = 0.005, 0.15  # mean error by which a new version is better at least: absolute, relative
 NEEDED = 0.002  # a single factor by that much
+CHANCE = 2.0  # times what it would gain if it only followed noise: the best of many factors gains that
 NOISE_STEP, MOST_NOISE = 10, 50  # per mille
 ALARMING = 9  # levels (1.55 times) beyond which the profile itself should be measured again
 NOTABLE = 2  # levels (1.10 times) of a rank that is called a straggler
@@ -60,12 +61,14 @@ def _estimates(design: Design, causes: Causes) -> Iterator[tuple[Hashable, float
 
 
 def _fewest_changes(design: Design, old: Levels, new: Levels) -> Levels:
-    """`new` without the changes that explain next to nothing, the smallest first."""
+    """`new` without the changes that explain next to nothing, or no more than noise lets them, the smallest
+    first."""
     changed = [name for name, level in new.items() if level != old.get(name, 0)]
     error = design.error(_causes(new, design.world))
+    needed = max(NEEDED, CHANCE * error / design.num_effective)
     for name in sorted(changed, key=lambda n: (abs(new[n] - old.get(n, 0)), str(n))):
         without = new | {name: old.get(name, 0)}
-        if (left := design.error(_causes(without, design.world))) <= error + NEEDED:
+        if (left := design.error(_causes(without, design.world))) <= error + needed:
             new, error = without, min(error, left)
     return new
 

@@ -160,6 +160,11 @@ class Design:
         total = (np.bincount(self.rows, time_us, len(self.measured)) + rest).clip(1.0)
         return total, time_us / total[self.rows], who, rest
 
+    @property
+    def num_effective(self) -> float:
+        """Of how many equally weighted rows the weighted ones are worth."""
+        return float(self.weight.sum() ** 2 / (self.weight**2).sum())
+
     def spreads(self) -> Floats:
         """[U] prior standard deviations."""
         overall, bucket, key, rank = SPREADS
