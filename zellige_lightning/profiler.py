@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +157,7 @@ def measure_table(
     if not config.mixed_plans:
         return table
     mixes = MixMaker(table, topology, family, memory, cap_mib).mixes(config.mixed_plans)
-    fill = lambda plan, batch: filling_of(plan, batch, table, topology)  # noqa: E731
+    fill = partial(filling_of, table=table, topology=topology)
     steps = observed(measurement, mixes, config.repeats, config.time_budget_s, config.clock, fill)
     calibration = calibrate(table, topology, [_with_reduction(step, reduce_us) for step in steps])
     _report_calibration(calibration, len(steps))

@@ -23,9 +23,8 @@ from zellige_lightning.recipes.wan21.schedule import RateSchedule
 from zellige_lightning.recipes.wan21.start import start_from
 from zellige_lightning.sharding import materialize
 
-_STARTED = (
-    "wan21_started"  # in checkpoints: whether the parameters are already those that training starts from
-)
+# In checkpoints: whether the parameters are already those that training starts from.
+_STARTED = "wan21_started"
 
 
 class WanModule(CoalescedAttentionMixin, LightningModule):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -11,7 +12,9 @@ import pytest
 from zellige_lightning.errors import ConfigError
 from zellige_lightning.placement import Bucket, ParallelConfig, Topology
 from zellige_lightning.placement.plan import WHOLE
-from zellige_lightning.planner import ProfileTable, legal_configs
+from zellige_lightning.planner import MemoryModel, ModelGeometry, ProfileTable, legal_configs
+from zellige_lightning.planner.filling import filling_of
+from zellige_lightning.profile_mixes import MixMaker, observed
 from zellige_lightning.profile_rounds import Probe, Rounds, base, copies_of, informative_first, probes_of
 from zellige_lightning.profile_runs import Timing
 from zellige_lightning.profile_table import doubtful_prices, table_of
@@ -38,11 +41,13 @@ class Machine:
     world_size: int = WORLD
     elapsed_s: float = 0.0
     steps: list[Any] = field(default_factory=list)
+    fills: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._generator = Random(0)
 
-    def plan(self, options: Any, buckets: Any) -> Any:
+    def plan(self, options: Any, buckets: Any, fill: Any = None) -> Any:
+        self.fills.append(fill)
         return tuple(options), tuple(buckets)
 
     def fits(self, batch: Any) -> bool:
@@ -156,6 +161,19 @@ def test_the_budget_is_kept_and_what_it_did_not_reach_is_interpolated(share: flo
 
 def _of(key: Any) -> Any:
     return next(b for b in BUCKETS if b.name == key[0]), key[1], key[2]
+
+
+def test_mixed_plans_run_with_their_pauses_filled() -> None:
+    """As in training; a single sequence has nothing to fill a pause with."""
+    machine = Machine()
+    table, _ = profiled(machine, repeats=1)
+    assert set(machine.fills) == {None}
+    shape = ModelGeometry(2, 4, 8, 4, 100, 100, 0)
+    mixes = MixMaker(table, Topology.uniform(WORLD), "aligned", MemoryModel(shape), 1 << 20).mixes(4)
+    fill = partial(filling_of, table=table, topology=Topology.uniform(WORLD))
+    machine.fills.clear()
+    steps = observed(machine, mixes, 2, 1e9, "wall", fill)  # type: ignore[arg-type]
+    assert len(steps) == len(mixes) == len(machine.fills) == 4 and set(machine.fills) == {fill}
 
 
 def test_without_a_budget_only_the_shortest_is_timed() -> None:
