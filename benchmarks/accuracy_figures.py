@@ -38,6 +38,8 @@ class Row:
         splits: sequences that are split; mixed: some rank holds shards beside whole sequences.
         predicted_s, predicted_cpu_s: makespan by wall clock, and processor seconds of the busiest rank.
         wall_s, cpu_s: of every repeat; queued: largest share of it that a rank waited for a core.
+        again_wall_s, again_cpu_s, again_queued: the same of a few plans that are not held out, once more
+            between the steps of those that are.
         memory_mib: largest rank, with parameters, gradients and optimizer state; measured of held-out plans
             only. predicted_mib: what the memory model says of it.
     """
@@ -55,6 +57,9 @@ class Row:
     queued: tuple[float, ...]
     memory_mib: float | None
     predicted_mib: float
+    again_wall_s: tuple[float, ...] = ()
+    again_cpu_s: tuple[float, ...] = ()
+    again_queued: tuple[float, ...] = ()
 
     def measured(self, clock: str = "wall") -> float:
         return settled(self.wall_s if clock == "wall" else self.cpu_s, self.queued)
@@ -63,6 +68,13 @@ class Row:
         """Medians of odd and of even repeats, among the calmer ones."""
         repeats = calmer(self.wall_s if clock == "wall" else self.cpu_s, self.queued)
         return median(repeats[::2]), median(repeats[1::2] or repeats)
+
+    def drift(self, clock: str = "wall") -> float | None:
+        """How much slower the same steps were when they were measured again; None where they were not."""
+        if not self.again_queued:
+            return None
+        again = settled(self.again_wall_s if clock == "wall" else self.again_cpu_s, self.again_queued)
+        return again / self.measured(clock) - 1.0
 
     def predicted(self, clock: str = "wall") -> float:
         return self.predicted_s if clock == "wall" else self.predicted_cpu_s
@@ -169,6 +181,13 @@ def repeat_noise_pct(rows: Sequence[Row], clock: str = "wall") -> float:
     return 100.0 * mean(pairs) if pairs else 0.0
 
 
+def drift_pct(rows: Sequence[Row], clock: str = "wall") -> float:
+    """How much slower the machine became between the plans that prices are fitted to and the held-out ones.
+    No price can know it: it is part of every error, as a bias."""
+    drifts = [drift for row in rows if (drift := row.drift(clock)) is not None]
+    return 100.0 * mean(drifts) if drifts else 0.0
+
+
 def repeat_spearman(rows: Sequence[Row], clock: str = "wall") -> float:
     """Rank correlation of odd with even repeats within batches, averaged: what the order of plans is worth
     that was measured, and so what a perfect prediction would reach at most."""
@@ -210,6 +229,7 @@ def figures(rows: Sequence[Row], profiling_seconds: float, clock: str = "wall") 
         "top3_accuracy": mean(order.top3 for order in found) if found else 0.0,
         "error_correlation": error_correlation(held, clock),
         "repeat_noise_pct": repeat_noise_pct(held, clock),
+        "drift_pct": drift_pct(rows, clock),
         "repeat_spearman": repeat_spearman(held, clock),
         "profiling_seconds": profiling_seconds,
     }

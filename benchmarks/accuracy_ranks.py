@@ -91,6 +91,7 @@ class _Accuracy(_Ranks):
     def __init__(self, rank: int, world: int, settings: Settings) -> None:
         super().__init__(rank, Job(world, "", (), (), 0))
         self.world, self.settings = world, settings
+        self.clock = "wall" if has_own_core(world) else "cpu"  # of ranks that share cores
         self.agreement = Agreement(timedelta(minutes=5))
         self.configs = tuple(c for c in self.configs if world % c.degree == 0)
         self.cases = make_cases(self.topology, self.configs, settings.num_batches, settings.plans_per_batch)
@@ -111,9 +112,15 @@ class _Accuracy(_Ranks):
         plain, tables = tables, {c: calibrations[c].applied_to(table) for c, table in tables.items()}
         frozen = hashlib.sha256("".join(t.to_json() for t in tables.values()).encode()).hexdigest()
         frozen_at = time.time()
-        times |= self._measure(held)
+        revisited = list({trial.number: trial for trial in reversed(known)}.values())  # one of each batch
+        later = self._measure([*held, *revisited])
+        times |= {id(trial): later[id(trial)] for trial in held}
+        again = {id(trial): later[id(trial)] for trial in revisited}
         peaks = {id(trial): self._peak_mib(trial) for trial in held}
-        rows = [self._row(trial, times[id(trial)], peaks.get(id(trial)), tables, memory) for trial in trials]
+        rows = [
+            self._row(trial, times[id(trial)], again.get(id(trial), []), peaks.get(id(trial)), tables, memory)
+            for trial in trials
+        ]
         return {
             "rows": rows,
             "ablation": {clock: self._ablation(plain[clock], known, held, times, clock) for clock in plain},
@@ -121,7 +128,7 @@ class _Accuracy(_Ranks):
                 clock: {"model": c.model, "terms": asdict(c.terms), "left_out_pct": dict(c.errors_pct)}
                 for clock, c in calibrations.items()
             },
-            "profile": tables["wall"].to_json(),
+            "profile": tables[self.clock].to_json(),
             "frozen_sha256": frozen,
             "frozen_at": frozen_at,
             "profiling_seconds": profiling_s,
@@ -158,15 +165,14 @@ class _Accuracy(_Ranks):
         """The case's candidates and what the planner makes of its batch; without those that use an option
         which a short profiling budget has not reached."""
         config = PlannerConfig(name="exact", family="contiguous")
-        planner = make_planner(config, tables["wall"], memory, self.topology, HEADS, NO_CAP_MIB)
+        planner = make_planner(config, tables[self.clock], memory, self.topology, HEADS, NO_CAP_MIB)
         ours = Candidate("exact", planner.plan(case.batch).options)
         known = {candidate.options for candidate in case.candidates}
         wanted = [*case.candidates, *([ours] if ours.options not in known else [])]
         candidates = [c for c in wanted if all(self._is_priced(case, c, t) for t in tables.values())]
+        table = tables[self.clock]
         return [
-            Trial(
-                case.batch.step, c.kind, c.options, self._materialize(case.batch, c.options, tables["wall"])
-            )
+            Trial(case.batch.step, c.kind, c.options, self._materialize(case.batch, c.options, table))
             for c in candidates
         ]
 
@@ -268,6 +274,7 @@ class _Accuracy(_Ranks):
         self,
         trial: Trial,
         times: list[Step],
+        again: list[Step],
         peaks: list[float] | None,
         tables: dict[str, ProfileTable],
         memory: MemoryModel,
@@ -292,6 +299,9 @@ class _Accuracy(_Ranks):
             wall_s=tuple(step.wall_s for step in times),
             cpu_s=tuple(step.cpu_s for step in times),
             queued=tuple(step.queued for step in times),
+            again_wall_s=tuple(step.wall_s for step in again),
+            again_cpu_s=tuple(step.cpu_s for step in again),
+            again_queued=tuple(step.queued for step in again),
             memory_mib=None if peaks is None else self._base_mib + max(peaks),
             predicted_mib=self._base_mib + predicted / MIB,
         )

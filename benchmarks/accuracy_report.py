@@ -34,7 +34,8 @@ def report(
         "",
         f"{len(rows)} plans, {len(held)} held out, of which {sum(r.mixed for r in held)} put shards beside "
         "whole sequences. Prices were frozen before the first held-out step, sha256 "
-        f"{found['frozen_sha256'][:16]}.",
+        f"{found['frozen_sha256'][:16]}. `drift_pct` is how much slower some other plans ran between the "
+        "held-out steps than before: no price can know it, and all errors have it as a bias.",
         "",
         "| figure | value |",
         "|---|---|",
@@ -52,9 +53,12 @@ def report(
             "",
             *(
                 f"* {name}: {other[name]:.4g}"
-                for name in ("makespan_mape_pct", "makespan_bias_pct", "spearman", "repeat_spearman")
+                for name in ("makespan_mape_pct", "makespan_bias_pct", "drift_pct", "spearman")
             ),
-            *(f"* {name}: {other[name]:.4g}" for name in ("pairwise_accuracy_5pct", "top1_regret_pct")),
+            *(
+                f"* {name}: {other[name]:.4g}"
+                for name in ("repeat_spearman", "pairwise_accuracy_5pct", "top1_regret_pct")
+            ),
         ]
     return "\n".join(lines) + "\n"
 

@@ -3,6 +3,7 @@ training steps."""
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -161,11 +162,11 @@ class _Ranks:
     def _turns(
         self, b: int, batch: GlobalBatch, plans: dict[str, list[Plan | None]], repeat: int
     ) -> dict[tuple[int, int], StepTime]:
-        """One step of every entry on one batch, one after the other; another begins in each round, since a
-        step's time also depends on what ran before it."""
+        """One step of every entry on one batch, in another order in each round, since a step's time also
+        depends on what ran before it."""
         steps, turns = {}, list(enumerate(self.job.entries))
-        first = repeat % len(turns)
-        for e, name in turns[first:] + turns[:first]:
+        random.Random(f"{b}/{repeat}").shuffle(turns)  # the same on every rank
+        for e, name in turns:
             if (plan := plans[name][b]) is not None:
                 steps[e, b] = self._step(materialize(batch, plan, self.rank, self.trial.source))
         return steps

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from accuracy_figures import (
     Row,
+    drift_pct,
     error_correlation,
     figures,
     interval,
@@ -106,6 +107,13 @@ def test_the_order_of_repeats_bounds_what_a_prediction_can_reach() -> None:
     ]
     assert repeat_spearman(swapped) == pytest.approx(0.5)
     assert repeat_noise_pct(swapped) == pytest.approx(100 * (0.5 / 1.5 + 0.1 / 1.2) / 3)
+
+
+def test_drift_is_that_of_the_plans_measured_twice() -> None:
+    later = {"again_wall_s": (1.1, 1.1, 5.0), "again_queued": (0.0, 0.0, 0.4), "again_cpu_s": (1.0,) * 3}
+    rows = [row(0, 1.0, 1.0), row(1, 1.0, 1.0, held_out=False, **later), row(2, 1.0, 2.0)]
+    assert drift_pct(rows) == pytest.approx(10.0) and drift_pct(rows, "cpu") == 0.0
+    assert drift_pct(rows[::2]) == 0.0, "none was measured twice"
 
 
 def test_errors_that_a_batch_shares_correlate() -> None:
