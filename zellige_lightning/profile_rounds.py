@@ -72,10 +72,8 @@ def probes_of(
 ) -> list[Probe]:
     """Every pair that the legal family can place and that fits under the cap.
 
-    Whole sequences share a call that every step has: short ones are timed in two numbers of copies, whose
-    difference is the marginal cost of one more. A split one is timed alone. What is split over heads only
-    shares its call with its like, but the first of them pays for it: with the price of one more, the planner
-    split short sequences that cost more in exchanges than they relieved any rank of.
+    A sequence that shares its call with others (whole, or split over heads only) is timed in two numbers of
+    copies: their difference is the marginal cost of one more.
     """
     found = []
     for config in configs:
@@ -87,10 +85,10 @@ def probes_of(
 
 
 def copies_of(bucket: Bucket, config: ParallelConfig) -> tuple[int, ...]:
-    """Numbers of copies to time: one of what is split, a few and twice as many of what is short and whole."""
-    if not config.is_whole:
+    """Numbers of copies to time: one for what runs by itself, a few and twice as many for what is packed."""
+    if config.q > 1 or config.k > 1:
         return (1,)
-    most = min(MOST_COPIES, PACK_TOKENS // bucket.num_tokens)
+    most = min(MOST_COPIES, PACK_TOKENS * config.degree // bucket.num_tokens)
     return (1,) if most < 2 else (most // 2, most // 2 * 2)
 
 

@@ -34,11 +34,9 @@ def true_price_us(bucket: Bucket, config: ParallelConfig) -> float:
 
 @dataclass
 class Machine:
-    """Stands in for `Measurement`: a clock that steps move on, and noise that is drawn for each. A block of
-    what is split over heads only costs `start_us`, however many sequences it has."""
+    """Stands in for `Measurement`: a clock that steps move on, and noise that is drawn for each."""
 
     noise: tuple[float, ...] = (1.0,)
-    start_us: float = 0.0
     too_large: frozenset[tuple[str, ParallelConfig]] = frozenset()
     world_size: int = WORLD
     elapsed_s: float = 0.0
@@ -60,9 +58,7 @@ class Machine:
     def _us(self, batch: Any) -> float:
         options, buckets = batch
         first = [(o, b) for o, b in zip(options, buckets, strict=True) if options[0].ranks[0] in o.ranks]
-        blocks = {o for o, _ in first if o.config.h == o.config.degree > 1}
-        prices = sum(true_price_us(b, o.config) for o, b in first if b.name != "tiny")
-        return FIXED_US + prices + self.start_us * len(blocks)
+        return FIXED_US + sum(true_price_us(b, o.config) for o, b in first if b.name != "tiny")
 
     def step(self, batch: Any) -> Timing:
         us = self._us(batch) * self._generator.choice(self.noise)
@@ -98,22 +94,13 @@ def test_prices_are_the_marginal_cost_of_one_more_sequence() -> None:
     assert set(table.spread_us.values()) == {0}
 
 
-def test_short_whole_sequences_are_timed_in_two_numbers_and_others_alone() -> None:
+def test_packed_sequences_are_timed_in_two_numbers_and_others_alone() -> None:
     short, long = BUCKETS[0], BUCKETS[-1]
-    few, many = copies_of(short, WHOLE)
-    assert many == 2 * few > 1
+    for config in (WHOLE, ParallelConfig(1, 2, 1)):
+        few, many = copies_of(short, config)
+        assert many == 2 * few > 1
     assert copies_of(long, WHOLE) == (1,)
-    splits = [(2, 1, 1), (1, 2, 1), (1, 2, 2)]
-    assert [copies_of(short, ParallelConfig(*split)) for split in splits] == [(1,)] * 3
-
-
-def test_the_price_of_a_split_over_heads_holds_the_start_of_its_block() -> None:
-    """However short: else splits would look free that cost more than they relieve any rank of."""
-    started = Machine(start_us=5_000)
-    table, _ = profiled(started)
-    for config, start_us in ((ParallelConfig(1, 2, 1), 5_000), (ParallelConfig(2, 1, 1), 0), (WHOLE, 0)):
-        price_us = true_price_us(BUCKETS[0], config) + start_us
-        assert table.price_us(BUCKETS[0], config, "node") == pytest.approx(price_us, rel=0.01)
+    assert copies_of(short, ParallelConfig(2, 1, 1)) == copies_of(short, ParallelConfig(1, 2, 2)) == (1,)
 
 
 def test_noise_is_met_with_medians_and_more_repeats() -> None:

@@ -17,7 +17,7 @@ from zellige_lightning.placement.sequence import Bucket
 if TYPE_CHECKING:
     from zellige_lightning.planner.cost import PriceKey, ProfileTable
 
-FORMAT = "zellige-profile-3"
+FORMAT = "zellige-profile-2"
 MAX_BYTES = 16 << 20
 MAX_US = 1 << 42  # 50 days: anything above is damage, and sums of prices stay far inside 63 bits
 _REDO = "delete the file and let the profiler measure again"
