@@ -15,8 +15,8 @@ RIVALS = [f"rival{i}" for i in range(10)]
 ULYSSES = ParallelConfig(1, 2, 1)
 
 
-def entry(steps: Sequence[float], place: str, config: ParallelConfig = ULYSSES) -> Entry:
-    return Entry(tuple(steps), tuple(steps), 1.0, steps[0], 1.0, 0.0, (((place, config),),))
+def entry(steps: Sequence[float], place: str, config: ParallelConfig = ULYSSES, loss: float = 1.0) -> Entry:
+    return Entry(tuple(steps), tuple(steps), 1.0, 1.1 * steps[0], loss, 0.0, (((place, config),),))
 
 
 def measured(entries: dict[str, list[Entry | None]], num_batches: int) -> Measured:
@@ -69,3 +69,27 @@ def test_entries_that_place_alike_are_one_measurement() -> None:
 def test_nothing_is_said_where_all_place_alike() -> None:
     figures = flat_figures(measured({OURS: [entry([1.0], "a")], AGAIN: [entry([1.0], "a")]}, 1))
     assert "worst_over_best_rival" not in figures and figures["batches"] == 1
+
+
+def against(ours: Entry, again: Entry, rival: Entry) -> dict[str, float]:
+    return flat_figures(measured({OURS: [ours], AGAIN: [again], "usp": [rival]}, 1))
+
+
+def test_a_rival_is_compared_by_medians() -> None:
+    ours, again = entry([1.0, 1.0, 9.0], "a"), entry([1.0, 1.0, 1.0], "a")
+    figures = against(ours, again, entry([1.5, 1.5, 0.1], "b", loss=1.5))
+    assert figures["ratio_usp"] == figures["least_ratio_usp"] == 1.5
+    assert figures["worst_over_best_rival"] == pytest.approx(1 / 1.5, rel=1e-3)
+    assert figures["batches_slower_beyond_noise"] == 0
+    assert figures["prediction_error_pct"] == pytest.approx(10.0)
+    assert figures["max_loss_difference"] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(("spread", "slower"), [(0.01, 1), (0.2, 0)])
+def test_slower_counts_beyond_what_the_same_plan_differs_by(spread: float, slower: int) -> None:
+    """5 % more than the rival says nothing where the same plan, run again, is up to 20 % away."""
+    steps = [1.0 - spread, 1.0, 1.0 + spread]
+    figures = against(entry(steps, "a"), entry(steps, "a"), entry([0.95] * 3, "b"))
+    assert figures["worst_over_best_rival"] == pytest.approx(1 / 0.95, rel=1e-3)
+    assert figures["noise_pct"] > (5.3 if not slower else 0.0)
+    assert figures["batches_slower_beyond_noise"] == slower
