@@ -126,12 +126,9 @@ def _ratios(measured: Measured, rival: str, batches: Sequence[int], clock: Clock
     """Rival over ours, where both have a plan."""
     found = []
     for b in batches:
-        theirs, ours, steps = (
-            measured.entries[rival][b],
-            measured.entries[OURS][b],
-            _steps(measured, b, clock),
-        )
+        theirs, ours = measured.entries[rival][b], measured.entries[OURS][b]
         if theirs is not None and ours is not None:
+            steps = _steps(measured, b, clock)
             found.append(median(steps[theirs.placement]) / median(steps[ours.placement]))
     return found
 

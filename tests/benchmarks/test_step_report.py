@@ -56,8 +56,8 @@ def test_entries_that_place_alike_are_one_measurement() -> None:
     entries: dict[str, list[Entry | None]] = {
         OURS: [entry([1.0, 1.0, 1.0], "a")],
         AGAIN: [entry([3.0, 3.0, 3.0], "a")],
-        "same": [entry([1.2, 1.2, 1.2], "a")],
-        "whole": [entry([2.4, 2.4, 2.4], "a", WHOLE)],
+        "same": [entry([3.2, 3.2, 3.2], "a")],
+        "whole": [entry([6.0, 6.0, 6.0], "a", WHOLE)],
         "none": [None],
     }
     figures = flat_figures(measured(entries, 1))
