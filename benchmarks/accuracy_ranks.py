@@ -312,4 +312,6 @@ class _Accuracy(_Ranks):
             price = table.price_us(sequence.bucket, option.config, self.topology.class_of(option.ranks))
             assert price is not None, f"{sequence.bucket.name} under {option.config} has no price"
             prices.append(price)
-        return (max(rank_sums(trial.options, prices, self.world)) + table.fixed_us) / 1e6
+        loads = rank_sums(trial.options, prices, self.world)
+        starts = table.start_loads_us(trial.options, self.topology)
+        return (max(map(sum, zip(loads, starts, strict=True))) + table.fixed_us) / 1e6

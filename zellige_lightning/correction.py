@@ -22,7 +22,7 @@ from zellige_lightning.planner import ProfileTable
 from zellige_lightning.planner.correction import PriceCorrection
 from zellige_lightning.planner.cost import PriceKey
 from zellige_lightning.planner.precedent import Precedent
-from zellige_lightning.planner.problem import NOMINAL, RankSet, slowed
+from zellige_lightning.planner.problem import RankSet
 from zellige_lightning.planner.repricing import describe, neutral, reprice
 from zellige_lightning.planner.residuals import Observation
 
@@ -94,22 +94,16 @@ class OnlinePrices:
 
     def expect(self, step: int, waves: Sequence[tuple[GlobalBatch, Plan]]) -> Expectation:
         """What the waves of a step are expected to take by the profile as measured."""
-        version = self.at(step)
-        table, corrected = version.table, version.correction.apply(version.table)
-        slowness = version.correction.slowness or (NOMINAL,) * self._topology.world_size
-        counts = _count(waves)
-        rest = [sum(loads) for loads in zip(*(plan.loads_us for _, plan in waves), strict=True)]
+        table = self.at(step).table
+        starts = [table.start_loads_us(plan.options, self._topology) for _, plan in waves]
         cells = []
-        for (bucket, config, ranks), count in counts.items():
+        for (bucket, config, ranks), count in _count(waves).items():
             where = self._topology.class_of(ranks)
-            nominal = table.price_us(bucket, config, where) or 0
-            present = slowed(corrected.price_us(bucket, config, where) or 0, max(slowness[r] for r in ranks))
-            for rank in ranks:
-                rest[rank] -= count * present
+            price = table.price_us(bucket, config, where) or 0
             key = None if table.is_adhoc(bucket) else (bucket.name, config, where)
-            cells.append((key, ranks, count * nominal))
+            cells.append((key, ranks, count * price))
         fixed = len(waves) * table.fixed_us
-        return Expectation(tuple(cells), tuple(fixed + max(0, left) for left in rest))
+        return Expectation(tuple(cells), tuple(fixed + sum(rows) for rows in zip(*starts, strict=True)))
 
     def observe(self, observation: Observation, first_step: int) -> list[str]:
         """Takes a measured step in; decides where it is time to. A collective of all ranks.

@@ -132,7 +132,7 @@ def _exchange_bytes(steps: _Steps, parts: _Parts, config: ParallelConfig) -> int
 def _coalesced(length: int, config: ParallelConfig) -> tuple[int, ...]:
     """Sequences that are split over heads only share a call, which then reorders their rows in buffers of its
     own; others run alone."""
-    return (length // 2, length - length // 2) if config.q == config.k == 1 else (length,)
+    return (length // 2, length - length // 2) if config.is_packed else (length,)
 
 
 class _Steps:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 
 from zellige_lightning.batch import RankBatch
@@ -86,7 +86,7 @@ def probes_of(
 
 def copies_of(bucket: Bucket, config: ParallelConfig) -> tuple[int, ...]:
     """Numbers of copies to time: one for what runs by itself, a few and twice as many for what is packed."""
-    if config.q > 1 or config.k > 1:
+    if not config.is_packed:
         return (1,)
     most = min(MOST_COPIES, PACK_TOKENS * config.degree // bucket.num_tokens)
     return (1,) if most < 2 else (most // 2, most // 2 * 2)
@@ -198,7 +198,7 @@ class Rounds:
     def _is_uncertain(self, probe: Probe) -> bool:
         """Noise of the steps leaves doubt about the price, which is a small difference of large times where
         sequences are packed."""
-        times = {p.copies: self.times_us(p) for p in self.samples if p.key == probe.key}
+        times = {copies: self.times_us(p) for copies, p in self.copies(probe.key).items()}
         error = math.hypot(*(standard_error(found) for found in times.values()))
         most, least = max(times), min(times)
         fixed = [] if probe.bucket == TINY else self.times_us(base())
@@ -220,6 +220,10 @@ class Rounds:
         work = probe.copies * probe.bucket.num_tokens**2 / (nearest.copies * nearest.bucket.num_tokens**2)
         share = nearest.config.degree / probe.config.degree
         return max(self.samples[nearest][-1].wall_us) / 1e6 * max(1.0, work * share)
+
+    def copies(self, key: PriceKey) -> dict[int, Probe]:
+        """What was timed for a price, by number of copies."""
+        return {probe.copies: probe for probe in self.samples if probe.key == key}
 
     def times_us(self, probe: Probe, clock: str | None = None) -> list[float]:
         return [probe.time_us(timing, clock or self.clock) for timing in self.samples[probe]]
@@ -244,6 +248,10 @@ class Price:
     price_us: float
     spread_us: float
     share_us: float
+
+    def without(self, start_us: float) -> Price:
+        """Less the start of its call; half of it where the start is known no better than that."""
+        return replace(self, price_us=max(self.price_us - start_us, self.price_us / 2))
 
     def at_least(self) -> float:
         """The price; half of a step's share where noise leaves nothing of it and no neighbour can tell."""

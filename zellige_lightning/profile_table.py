@@ -10,7 +10,7 @@ from zellige_lightning.errors import ProfileError
 from zellige_lightning.placement import Bucket, ParallelConfig
 from zellige_lightning.placement.plan import WHOLE
 from zellige_lightning.planner import ProfileTable
-from zellige_lightning.planner.cost import PriceKey
+from zellige_lightning.planner.cost import PriceKey, StartKey
 from zellige_lightning.planner.price_fit import FitKey, fit_all
 from zellige_lightning.profile_rounds import Price, Probe, Rounds, base, price_of
 
@@ -34,6 +34,10 @@ def table_of(
     measured = measured_prices(rounds, probes, fixed_us, clock)
     infeasible = {probe.key for probe in rounds.infeasible}
     skipped = {probe.key for probe in rounds.skipped} - set(measured) - infeasible
+    starts = starts_us(rounds, fixed_us, clock)
+    for key, price in measured.items():
+        if key[1:] in starts and len(rounds.copies(key)) == 1:  # its start is part of what was timed
+            measured[key] = price.without(starts[key[1:]])
     prices = {key: price.price_us for key, price in measured.items()}
     doubtful = doubtful_prices(buckets, prices)
     kept = {key: measured[key].at_least() for key in prices if key not in doubtful}
@@ -42,22 +46,37 @@ def table_of(
     spread = {key: round(measured[key].spread_us) for key in kept}
     rest = extrapolated(buckets, every)
     fixed = round(fixed_us + all_reduce_us)
-    return ProfileTable(buckets, every, rest, fixed, fingerprint, spread, frozenset(filled))
+    start = {key: round(us) for key, us in starts.items() if round(us)}
+    return ProfileTable(buckets, every, rest, fixed, fingerprint, spread, frozenset(filled), start)
 
 
 def fixed_cost_us(rounds: Rounds, clock: str) -> float:
-    """What a step costs that carries next to nothing; no more than what steps with two numbers of copies
-    leave when their marginal costs are taken off, should that measurement have been spoilt."""
-    by_key: dict[PriceKey, dict[int, float]] = {}
-    for probe in rounds.samples:
-        by_key.setdefault(probe.key, {})[probe.copies] = median(rounds.times_us(probe, clock))
-    rests = []
-    for times in by_key.values():
-        if len(times) > 1:
-            least, most = min(times), max(times)
-            rests.append(times[least] - least * (times[most] - times[least]) / (most - least))
+    """What a step costs that carries next to nothing; no more than what steps with two numbers of whole
+    sequences leave when their marginal costs are taken off, should that measurement have been spoilt."""
+    rests = [rest for key, rest in rests_us(rounds, clock).items() if key[1].is_whole]
     known = median(rounds.times_us(base(), clock))
     return max(0.0, min(known, median(rests))) if rests else known
+
+
+def starts_us(rounds: Rounds, fixed_us: float, clock: str) -> dict[StartKey, float]:
+    """What starting a call that split sequences share takes: what their steps leave, beside a step's fixed
+    cost. The number of tokens has no part in it, so that the buckets of a configuration vote."""
+    rests: dict[StartKey, list[float]] = {}
+    for key, rest in rests_us(rounds, clock).items():
+        if not key[1].is_whole:
+            rests.setdefault(key[1:], []).append(rest - fixed_us)
+    return {key: max(0.0, median(found)) for key, found in rests.items()}
+
+
+def rests_us(rounds: Rounds, clock: str) -> dict[PriceKey, float]:
+    """Of every pair that was timed in two numbers of copies: a step less the marginal cost of its copies."""
+    rests = {}
+    for key in {probe.key for probe in rounds.samples}:
+        times = {n: median(rounds.times_us(probe, clock)) for n, probe in rounds.copies(key).items()}
+        if len(times) > 1:
+            least, most = min(times), max(times)
+            rests[key] = times[least] - least * (times[most] - times[least]) / (most - least)
+    return rests
 
 
 def measured_prices(

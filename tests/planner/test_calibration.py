@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -14,7 +15,8 @@ from zellige_lightning.planner.calibration import Observation, Terms, calibrate,
 from zellige_lightning.planner.price_fit import PriceFit, fit_all
 
 WORLD = 4
-PRICES, TOPOLOGY = table(WORLD), Topology.uniform(WORLD)
+ULYSSES = ParallelConfig(1, 2, 1)
+PRICES, TOPOLOGY = replace(table(WORLD), start_us={(ULYSSES, "node"): 800}), Topology.uniform(WORLD)
 SPLITS = tuple({key[1] for key in PRICES.prices_us if key[1].degree == 2})
 
 
@@ -37,7 +39,10 @@ def steps(truth: Terms, count: int = 24, noise: float = 0.0, first: int = 0) -> 
             price = PRICES.price_us(bucket, option.config, "node")
             assert price is not None
             for rank in option.ranks:
-                loads[rank] += truth.price_us(price, option.config.is_whole)
+                loads[rank] += truth.price_us(price, option.config)
+        for option in {option for option in options if option.config == ULYSSES}:  # one call for all of them
+            for rank in option.ranks:
+                loads[rank] += truth.start_us(800)
         factor = 1.0 + noise * rng.uniform(-1.0, 1.0)
         found.append(Observation(tuple(options), tuple(buckets), factor * max(loads), number))
     return found
@@ -57,12 +62,16 @@ def test_the_terms_of_a_machine_are_found(truth: Terms, model: str) -> None:
     found = calibrate(PRICES, TOPOLOGY, steps(truth, noise=1e-4))
     assert found.model == model
     corrected = found.applied_to(PRICES)
-    key = ("v480", SPLITS[0], "node")
-    assert corrected.prices_us[key] == pytest.approx(truth.price_us(PRICES.prices_us[key], False), rel=0.02)
+    for config in (ULYSSES, ParallelConfig(2, 1, 1)):
+        key = ("v480", config, "node")
+        assert corrected.prices_us[key] == pytest.approx(
+            truth.price_us(PRICES.prices_us[key], config), rel=0.02
+        )
     small = ("i256", WHOLE, "node")
     assert corrected.prices_us[small] == pytest.approx(
-        truth.price_us(PRICES.prices_us[small], True), rel=0.1, abs=30
+        truth.price_us(PRICES.prices_us[small], WHOLE), rel=0.1, abs=30
     )
+    assert corrected.start_us[ULYSSES, "node"] == pytest.approx(truth.start_us(800), rel=0.1)
 
 
 def test_corrections_help_on_plans_that_they_have_not_seen() -> None:

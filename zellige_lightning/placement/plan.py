@@ -33,6 +33,11 @@ class ParallelConfig:
     def is_whole(self) -> bool:
         return self.degree == 1
 
+    @property
+    def is_packed(self) -> bool:
+        """Whole, or split over heads only: sequences on the same ranks run in one attention call."""
+        return self.q == self.k == 1
+
     def __str__(self) -> str:
         return f"({self.q},{self.h},{self.k})"
 

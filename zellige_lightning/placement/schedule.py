@@ -132,7 +132,7 @@ def _block_key(index: int, option: PlacementOption) -> tuple[object, ...]:
     config = option.config
     if config.is_whole:
         return ("whole",)
-    if config.q == config.k == 1:
+    if config.is_packed:
         return ("ulysses", config.h, option.ranks)
     return ("sequence", index)
 

@@ -1,9 +1,11 @@
 """Prices corrected by whole steps: what sequences cost beside others differs from what each costs by itself.
 
-The terms are per sequence, so that they fold into the prices and every planner knows them:
+The terms are those of the table, so that they fold into it and every planner knows them:
 
-    makespan = fixed + max over ranks of the sum over its sequences of
-               (whole or split scale) * price + launch + (exchange, where split)
+    makespan = fixed + max over ranks of the sum over its sequences of (whole or split scale) * price + launch
+                     + the sum over its split blocks of (split scale) * start + exchange
+
+A block is what exchanges together: one sequence, or all of a rank set that are split over as many heads.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from itertools import combinations
 
 import numpy as np
 
-from zellige_lightning.placement.plan import PlacementOption
+from zellige_lightning.placement.plan import WHOLE, ParallelConfig, PlacementOption
+from zellige_lightning.placement.schedule import split_blocks
 from zellige_lightning.placement.sequence import Bucket
 from zellige_lightning.placement.topology import Topology
 from zellige_lightning.planner.cost import ProfileTable
@@ -62,10 +65,14 @@ class Terms:
     launch_us: float = 0.0
     exchange_us: float = 0.0
 
-    def price_us(self, price_us: float, is_whole: bool) -> float:
+    def price_us(self, price_us: float, config: ParallelConfig) -> float:
         """The corrected price of a sequence."""
-        own = self.whole * price_us if is_whole else self.split * price_us + self.exchange_us
-        return own + self.launch_us
+        own = (self.whole if config.is_whole else self.split) * price_us + self.launch_us
+        return own if config.is_packed else own + self.exchange_us  # those in a pack share theirs
+
+    def start_us(self, start_us: float) -> float:
+        """The corrected start of a block that sequences share."""
+        return self.split * start_us + self.exchange_us
 
 
 @dataclass(frozen=True)
@@ -84,14 +91,17 @@ class Calibration:
     def applied_to(self, table: ProfileTable) -> ProfileTable:
         """The table with corrected prices."""
 
-        def corrected(us: int, is_whole: bool) -> int:
-            return max(1, round(self.terms.price_us(us, is_whole)))
+        def corrected(us: int, config: ParallelConfig) -> int:
+            return max(1, round(self.terms.price_us(us, config)))
 
+        shared = {key[1:] for key in table.prices_us if key[1].is_packed and not key[1].is_whole}
+        starts = {key: round(self.terms.start_us(table.start_us.get(key, 0))) for key in shared}
         return replace(
             table,
-            prices_us={key: corrected(us, key[1].is_whole) for key, us in table.prices_us.items()},
-            extrapolated_us={name: corrected(us, True) for name, us in table.extrapolated_us.items()},
+            prices_us={key: corrected(us, key[1]) for key, us in table.prices_us.items()},
+            extrapolated_us={name: corrected(us, WHOLE) for name, us in table.extrapolated_us.items()},
             fixed_us=max(0, round(self.terms.fixed_us)),
+            start_us={key: start for key, start in sorted(starts.items()) if start},
         )
 
 
@@ -151,7 +161,9 @@ class _Loads:
             for rank in option.ranks:
                 features[rank, 1 if option.config.is_whole else 2] += price
                 features[rank, 3] += 1.0
-                features[rank, 4] += not option.config.is_whole
+        for option, _ in split_blocks(step.options):
+            features[list(option.ranks), 4] += 1.0
+        features[:, 2] += table.start_loads_us(step.options, topology)
         return cls(features, step.measured_us)
 
     def makespan_us(self, terms: Terms) -> float:

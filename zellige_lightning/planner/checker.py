@@ -2,7 +2,8 @@
 
 It works on plain problems, in the format that `python -m zellige_lightning.planner` reads: `ranks`, `cap`,
 and `sequences`, each `count` identical ones with `options` of `config` [q, h, k], `time`, `memory` (per
-participating rank) and `rank_sets` ("all", "aligned", "contig" or an explicit list).
+participating rank) and `rank_sets` ("all", "aligned", "contig" or an explicit list). An option may have a
+`start`: time that each rank of a set pays once for all sequences of that configuration on it.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ def check(
     loads, memory = [0] * problem["ranks"], [0] * problem["ranks"]
     sequences = {s["id"]: s for s in problem["sequences"]}
     placed, splits, faults = dict.fromkeys(sequences, 0), 0, []
+    started = set()
     for placement in placements:
         name, ranks, count = placement["id"], tuple(placement["ranks"]), placement["count"]
         option = _option(sequences.get(name), placement["config"], ranks, problem["ranks"])
@@ -52,6 +54,8 @@ def check(
         for rank in ranks:
             loads[rank] += count * option["time"]
             memory[rank] += count * option["memory"]
+            loads[rank] += option.get("start", 0) * ((*option["config"], ranks) not in started)
+        started.add((*option["config"], ranks))
     faults += [
         f"{n}: {k} of {sequences[n]['count']} placed" for n, k in placed.items() if k != sequences[n]["count"]
     ]
@@ -123,7 +127,7 @@ def _every(problem: Problem) -> Iterator[tuple[int, int]]:
     world, cap = problem["ranks"], problem["cap"]
     menus = [
         [
-            (o["time"], o["memory"], ranks)
+            (o["time"], o["memory"], ranks, (o.get("start", 0), tuple(o["config"])))
             for o in sequence["options"]
             for ranks in combinations(range(world), prod(o["config"]))
             if is_legal(ranks, o["rank_sets"], world)
@@ -132,14 +136,18 @@ def _every(problem: Problem) -> Iterator[tuple[int, int]]:
         for _ in range(sequence["count"])
     ]
 
-    def walk(i: int, loads: list[int], memory: list[int], splits: int) -> Iterator[tuple[int, int]]:
+    def walk(
+        i: int, loads: list[int], memory: list[int], splits: int, started: frozenset[Any]
+    ) -> Iterator[tuple[int, int]]:
         if i == len(menus):
             yield max(loads), splits
             return
-        for time, mib, ranks in menus[i]:
+        for time, mib, ranks, (start, config) in menus[i]:
             if all(memory[r] + mib <= cap for r in ranks):
-                more_loads = [load + time * (r in ranks) for r, load in enumerate(loads)]
+                cost = time + start * ((config, ranks) not in started)
+                more_loads = [load + cost * (r in ranks) for r, load in enumerate(loads)]
                 more_memory = [held + mib * (r in ranks) for r, held in enumerate(memory)]
-                yield from walk(i + 1, more_loads, more_memory, splits + (len(ranks) > 1))
+                now = started | {(config, ranks)}
+                yield from walk(i + 1, more_loads, more_memory, splits + (len(ranks) > 1), now)
 
-    yield from walk(0, [0] * world, [0] * world, 0)
+    yield from walk(0, [0] * world, [0] * world, 0, frozenset())

@@ -32,7 +32,7 @@ class PriceCorrection:
     """Levels n stand for factors `LEVEL**n`; those of a price add up.
 
     Args:
-        overall: of every price, and of the fixed step cost.
+        overall: of every price, of starts, and of the fixed step cost.
         buckets: (name, level), sorted, none of them 0.
         keys: (bucket name, configuration, topology class), level; likewise.
         ranks: of each rank; empty where all are alike.
@@ -68,8 +68,14 @@ class PriceCorrection:
 
         prices = {k: corrected(price, k[0], keys.get(k, 0)) for k, price in table.prices_us.items()}
         extrapolated = {name: corrected(price, name) for name, price in table.extrapolated_us.items()}
-        fixed_us = round(table.fixed_us * factor_of(self.overall))
-        return replace(table, prices_us=prices, extrapolated_us=extrapolated, fixed_us=fixed_us)
+        overall = factor_of(self.overall)
+        return replace(
+            table,
+            prices_us=prices,
+            extrapolated_us=extrapolated,
+            fixed_us=round(table.fixed_us * overall),
+            start_us={key: round(start * overall) for key, start in table.start_us.items()},
+        )
 
     def to_json(self) -> str:
         keys = [[name, [c.q, c.h, c.k], where, level] for (name, c, where), level in self.keys]

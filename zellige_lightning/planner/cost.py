@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 
 from zellige_lightning.errors import ConfigError, ProfileError
-from zellige_lightning.placement.plan import WHOLE, ParallelConfig
+from zellige_lightning.placement.plan import WHOLE, ParallelConfig, PlacementOption, rank_sums
+from zellige_lightning.placement.schedule import split_blocks
 from zellige_lightning.placement.sequence import Bucket
+from zellige_lightning.placement.topology import Topology
 from zellige_lightning.planner import profile_file
 from zellige_lightning.planner.price_fit import PriceFit, fit_all
 
 MIB = 1 << 20
 PriceKey = tuple[str, ParallelConfig, str]
+StartKey = tuple[ParallelConfig, str]
 
 
 @dataclass(frozen=True)
@@ -132,10 +135,12 @@ class ProfileTable:
         spread_us: of the measured prices, how far a single measurement is from the median (half of them are
             closer); not every price has one.
         interpolated: prices that were not measured but taken from the fit, since the time budget had ended.
+        start_us: (config, topology class) -> what a participating rank pays once for all sequences that are
+            split over heads only and share a call, beside their prices. None where that is not known apart.
 
     Raises:
-        ProfileError: a price that is not a positive integer, of an unknown bucket, or a bucket without
-            whole price.
+        ProfileError: a price that is not a positive integer, of an unknown bucket, a bucket without whole
+            price, or a start of what shares no call.
     """
 
     buckets: tuple[Bucket, ...]
@@ -145,6 +150,7 @@ class ProfileTable:
     fingerprint: Mapping[str, str | int | float]
     spread_us: Mapping[PriceKey, int] = field(default_factory=dict)
     interpolated: frozenset[PriceKey] = frozenset()
+    start_us: Mapping[StartKey, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         profile_file.check(self)
@@ -206,6 +212,16 @@ class ProfileTable:
         fit = self._fits.get((WHOLE, "node"))
         quadratic = 0.0 if fit is None else fit.gamma * bucket.num_tokens**2
         return quadratic or float(self.whole_us(bucket))
+
+    def block_start_us(self, option: PlacementOption, topology: Topology) -> int:
+        """What each rank of a split block pays beside the prices of its sequences."""
+        return self.start_us.get((option.config, topology.class_of(option.ranks)), 0)
+
+    def start_loads_us(self, options: Iterable[PlacementOption], topology: Topology) -> list[int]:
+        """The same of all split blocks of a placement, per rank of the world."""
+        blocks = [option for option, _ in split_blocks(options)] if self.start_us else []
+        starts = [self.block_start_us(option, topology) for option in blocks]
+        return list(rank_sums(blocks, starts, topology.world_size))
 
     @cached_property
     def version(self) -> str:

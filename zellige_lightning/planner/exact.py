@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from math import gcd
 
 from zellige_lightning.errors import PlanningError
+from zellige_lightning.planner.block_starts import has_starts, search_with_starts
 from zellige_lightning.planner.consolidate import consolidate, spare_links
 from zellige_lightning.planner.decider import FEW_SEQUENCES
 from zellige_lightning.planner.pods import search_pods
@@ -24,19 +26,49 @@ WIDE_GAP, MOST_VARIABLES = 0.01, 4_000  # above which a longer one is, for many 
 
 
 def solve_exact(problem: PlacementProblem, brief: Brief) -> Solution:
-    """`search_problem` in the largest common unit of all prices: rescaling them changes no placement."""
+    """`search_problem` in the largest common unit of all prices (rescaling them changes no placement), with
+    what starting blocks costs; then fewest distinct rank sets, then fewest bytes."""
     check_range(problem)
     choices = [c for g in problem.groups for c in g.choices]
-    unit = gcd(*(c.price_us for c in choices), *(c.nominal_us for c in choices))
-    if unit <= 1:
-        return search_problem(problem, brief)
+    unit = max(1, gcd(*(us for c in choices for us in (c.price_us, c.nominal_us, c.start_us))))
     groups = (replace(g, choices=tuple(_in_unit(c, unit) for c in g.choices)) for g in problem.groups)
-    solution = search_problem(replace(problem, groups=tuple(groups)), brief)
+    scaled = problem if unit == 1 else replace(problem, groups=tuple(groups))
+    epsilon = brief.config.epsilon
+    if has_starts(scaled):
+        solution = search_with_starts(scaled, epsilon, partial(search_problem, brief=brief))
+        solution = _restated(scaled, solution, epsilon)
+    else:
+        solution = search_problem(scaled, brief)
+    solution = _simplified(scaled, solution, epsilon)
     return replace(solution, bound_us=solution.bound_us * unit)
 
 
 def _in_unit(choice: Choice, unit: int) -> Choice:
-    return replace(choice, price_us=choice.price_us // unit, nominal_us=choice.nominal_us // unit)
+    return replace(
+        choice,
+        price_us=choice.price_us // unit,
+        nominal_us=choice.nominal_us // unit,
+        start_us=choice.start_us // unit,
+    )
+
+
+def _restated(problem: PlacementProblem, solution: Solution, epsilon: float) -> Solution:
+    """What is proven without starts, said of the makespan with them."""
+    if not solution.cells:
+        return solution
+    makespan, bound = max(sums(problem, solution.cells)[0]), solution.bound_us
+    is_near = makespan <= bound + int(bound * epsilon)
+    fewest = is_near and num_splits(solution.cells) == solution.split_bound
+    return replace(solution, statuses=_statuses(makespan, bound, epsilon, fewest))
+
+
+def _simplified(problem: PlacementProblem, solution: Solution, epsilon: float) -> Solution:
+    """Fewer distinct rank sets and bytes for the same makespan and splits, on as many ranks as are searched
+    at once."""
+    if problem.world_size > MOST_RANKS or not solution.cells:
+        return solution
+    slack = max(max(sums(problem, solution.cells)[0]), solution.bound_us + int(solution.bound_us * epsilon))
+    return replace(solution, cells=spare_links(problem, consolidate(problem, solution.cells, slack), slack))
 
 
 def check_range(problem: PlacementProblem) -> None:
@@ -51,7 +83,7 @@ def check_range(problem: PlacementProblem) -> None:
 
 
 def search_problem(problem: PlacementProblem, brief: Brief) -> Solution:
-    """Makespan first, then fewest splits within epsilon, then fewest distinct rank sets, then fewest bytes.
+    """Makespan first, then fewest splits within epsilon, of sums of prices.
 
     Where the search finds no placement and no proof that there is none (memory so tight that light
     sequences do not pack), CP-SAT looks for any.
@@ -80,10 +112,7 @@ def search_problem(problem: PlacementProblem, brief: Brief) -> Solution:
     if gap > OPEN_GAP and (is_few or gap > WIDE_GAP) and num_variables(problem) <= MOST_VARIABLES:
         limit = CLOSING_LIMIT if gap > WIDE_GAP else CLOSING_LIMIT / 10
         solution = _close(problem, brief, solution, result.makespan_us, limit)
-    makespan = max(sums(problem, solution.cells)[0])
-    slack = max(makespan, solution.bound_us + int(solution.bound_us * epsilon))
-    cells = spare_links(problem, consolidate(problem, solution.cells, slack), slack)
-    return replace(solution, cells=cells)
+    return solution
 
 
 def _gap(result: SearchResult) -> float:

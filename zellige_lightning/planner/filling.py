@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from zellige_lightning.placement.filling import fill_gaps
 from zellige_lightning.placement.plan import Filling, PlacementOption, Plan
+from zellige_lightning.placement.schedule import split_blocks
 from zellige_lightning.placement.sequence import Bucket, GlobalBatch
 from zellige_lightning.placement.topology import Topology
 from zellige_lightning.planner.cost import ProfileTable
@@ -27,6 +28,8 @@ def filling_of(
         costs.overhead_us(sequence.bucket, option) if len(option.ranks) > 1 else 0.0
         for sequence, option in zip(batch.sequences, plan.options, strict=True)
     ]
+    for option, block in split_blocks(plan.options) if table.start_us else ():
+        overhead[block[0]] += table.block_start_us(option, topology)
     return fill_gaps(plan.options, attention, overhead, plan.world_size)
 
 

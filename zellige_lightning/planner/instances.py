@@ -54,7 +54,9 @@ def _choice(option: Mapping[str, Any], topology: Topology) -> Choice:
     q, h, k = (_integer(x, "config") for x in option["config"])
     config = ParallelConfig(q, h, k)
     time, memory = _integer(option["time"], "time"), _integer(option["memory"], "memory", 0)
-    return Choice(config, time, memory, _rank_sets(option["rank_sets"], config.degree, topology))
+    start = _integer(option.get("start", 0), "start", 0)
+    rank_sets = _rank_sets(option["rank_sets"], config.degree, topology)
+    return Choice(config, time, memory, rank_sets, start_us=start)
 
 
 def _rank_sets(sets: Any, degree: int, topology: Topology) -> tuple[RankSet, ...]:
@@ -110,6 +112,7 @@ def plain(problem: PlacementProblem) -> dict[str, Any]:
                     "config": [c.config.q, c.config.h, c.config.k],
                     "time": c.price_us,
                     "memory": c.memory_mib,
+                    "start": c.start_us,
                     "rank_sets": [list(r) for r in c.rank_sets],
                 }
                 for c in group.choices

@@ -75,7 +75,8 @@ class OptionMenu:
             memory = self.memory.memory_mib(bucket.num_tokens, config)
             if rank_sets := self._rank_sets(config.degree).get(topology_class):
                 sent = traffic(self.memory.geometry, bucket.num_tokens, config, topology_class)
-                found += self._by_slowness(Choice(config, price, memory, rank_sets, sent))
+                start = self.table.start_us.get((config, topology_class), 0)
+                found += self._by_slowness(Choice(config, price, memory, rank_sets, sent, start_us=start))
         return found
 
     def _by_slowness(self, choice: Choice) -> list[Choice]:
@@ -91,6 +92,7 @@ class OptionMenu:
                 price_us=slowed(choice.price_us, slowness),
                 rank_sets=tuple(alike),
                 nominal_us=choice.price_us,
+                start_us=slowed(choice.start_us, slowness),
             )
             for slowness, alike in sorted(sets.items())
         ]

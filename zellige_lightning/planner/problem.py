@@ -32,6 +32,8 @@ class Choice:
             slow as one another.
         traffic: bytes that its ranks exchange in a layer's forward, weighted by link class; breaks ties only.
         nominal_us: price on ranks of ordinary speed; 0 where that is `price_us`.
+        start_us: what a rank pays once for all sequences of this configuration and rank set, beside their
+            prices.
     """
 
     config: ParallelConfig
@@ -40,6 +42,7 @@ class Choice:
     rank_sets: tuple[RankSet, ...]
     traffic: int = 0
     nominal_us: int = 0
+    start_us: int = 0
 
     @property
     def work_us(self) -> int:

@@ -15,9 +15,9 @@ from zellige_lightning.placement.plan import WHOLE, ParallelConfig
 from zellige_lightning.placement.sequence import Bucket
 
 if TYPE_CHECKING:
-    from zellige_lightning.planner.cost import PriceKey, ProfileTable
+    from zellige_lightning.planner.cost import PriceKey, ProfileTable, StartKey
 
-FORMAT = "zellige-profile-2"
+FORMAT = "zellige-profile-3"
 MAX_BYTES = 16 << 20
 MAX_US = 1 << 42  # 50 days: anything above is damage, and sums of prices stay far inside 63 bits
 _REDO = "delete the file and let the profiler measure again"
@@ -30,6 +30,7 @@ _FIELDS = {
     "fingerprint",
     "spread_us",
     "interpolated",
+    "start_us",
 }
 
 
@@ -42,6 +43,7 @@ def price_text(table: ProfileTable) -> str:
             "prices_us": sorted(prices),
             "extrapolated_us": dict(sorted(table.extrapolated_us.items())),
             "fixed_us": table.fixed_us,
+            "start_us": sorted([*_class_row(key), us] for key, us in table.start_us.items()),
         }
     )
 
@@ -57,15 +59,24 @@ def to_json(table: ProfileTable) -> str:
 
 
 def _key_row(key: PriceKey) -> list[Any]:
-    name, config, where = key
-    return [name, [config.q, config.h, config.k], where]
+    return [key[0], *_class_row(key[1:])]
+
+
+def _class_row(key: StartKey) -> list[Any]:
+    config, where = key
+    return [[config.q, config.h, config.k], where]
 
 
 def _key(row: list[Any]) -> PriceKey:
-    name, factors, where = row
+    name, *rest = row
+    return _str(name), *_class(rest)
+
+
+def _class(row: list[Any]) -> StartKey:
+    factors, where = row
     if not all(isinstance(factor, int) and not isinstance(factor, bool) for factor in factors):
         raise TypeError(f"split factors {factors!r} are no integers")
-    return _str(name), ParallelConfig(*factors), _str(where)
+    return ParallelConfig(*factors), _str(where)
 
 
 def parse(text: str) -> dict[str, Any]:
@@ -83,10 +94,11 @@ def parse(text: str) -> dict[str, Any]:
         prices = {_key(row): us for *row, us in data["prices_us"]}
         spread = {_key(row): us for *row, us in data["spread_us"]}
         interpolated = frozenset(map(_key, data["interpolated"]))
+        starts = {_class(row): us for *row, us in data["start_us"]}
         extrapolated, fingerprint = dict(data["extrapolated_us"]), dict(data["fingerprint"])
     except (TypeError, ValueError, ZelligeError) as error:
         raise ProfileError(f"the profile has a damaged entry: {error}", fix=_REDO) from error
-    if len(prices) != len(data["prices_us"]):
+    if len(prices) != len(data["prices_us"]) or len(starts) != len(data["start_us"]):
         raise ProfileError("the profile has two prices for one option", fix=_REDO)
     return {
         "buckets": buckets,
@@ -96,6 +108,7 @@ def parse(text: str) -> dict[str, Any]:
         "fingerprint": fingerprint,
         "spread_us": spread,
         "interpolated": interpolated,
+        "start_us": starts,
     }
 
 
@@ -137,6 +150,12 @@ def check(table: ProfileTable) -> None:
         _check_us(f"the spread of the price of {key[0]!r} under {key[1]} on {key[2]!r}", spread, low=0)
     if unpriced := sorted(k[0] for k in (set(table.spread_us) | table.interpolated) - set(table.prices_us)):
         raise ProfileError(f"the profile describes prices of {unpriced} that it does not have", fix=_REDO)
+    for (config, where), start in table.start_us.items():
+        if config.is_whole or not config.is_packed:
+            raise ProfileError(
+                f"the profile has a start of {config}, whose sequences share no call", fix=_REDO
+            )
+        _check_us(f"the start of {config} on {where!r}", start, low=0)
     for entry, value in table.fingerprint.items():
         finite = not isinstance(value, float) or math.isfinite(value)
         if not isinstance(entry, str) or not isinstance(value, str | int | float) or not finite:

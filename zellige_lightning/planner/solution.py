@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from zellige_lightning.planner.problem import Cell, PlacementProblem
+from zellige_lightning.placement.plan import ParallelConfig
+from zellige_lightning.planner.problem import Cell, Choice, PlacementProblem, RankSet
 
 if TYPE_CHECKING:
     from zellige_lightning.planner.planner import PlannerConfig
+
+Key = tuple[int, int, RankSet]  # group, choice and rank set of a cell
 
 
 @dataclass(frozen=True)
@@ -51,15 +55,58 @@ class Solution:
     nodes: int = 0
 
 
+class Account:
+    """A placement as counts, and Eq. (6) of it: load (us) and memory (MiB) of every rank. A block (the
+    sequences of one configuration and rank set) pays its start once.
+
+    Attributes:
+        counts: of every (group, choice, rank set), in the order in which they came.
+    """
+
+    def __init__(self, problem: PlacementProblem, cells: Iterable[Cell] = ()) -> None:
+        self.problem = problem
+        self.loads_us, self.memory_mib = [0] * problem.world_size, [0] * problem.world_size
+        self.counts: dict[Key, int] = {}
+        self._blocks: Counter[tuple[ParallelConfig, RankSet]] = Counter()
+        for cell in cells:
+            self.add((cell.group, cell.choice, cell.ranks), cell.count)
+
+    @property
+    def makespan_us(self) -> int:
+        return max(self.loads_us)
+
+    @property
+    def fits(self) -> bool:
+        return max(self.memory_mib) <= self.problem.cap_mib
+
+    @property
+    def cells(self) -> tuple[Cell, ...]:
+        return tuple(sorted(Cell(*key, count) for key, count in self.counts.items()))
+
+    def choice(self, key: Key) -> Choice:
+        return self.problem.groups[key[0]].choices[key[1]]
+
+    def add(self, key: Key, count: int) -> None:
+        """`count` sequences more, or fewer where it is negative."""
+        choice, ranks = self.choice(key), key[2]
+        time_us = count * choice.price_us
+        if choice.start_us:
+            block = choice.config, ranks
+            before = self._blocks[block]
+            self._blocks[block] += count
+            time_us += choice.start_us * ((before + count > 0) - (before > 0))
+        for rank in ranks:
+            self.loads_us[rank] += time_us
+            self.memory_mib[rank] += count * choice.memory_mib
+        self.counts[key] = self.counts.get(key, 0) + count
+        if not self.counts[key]:
+            del self.counts[key]
+
+
 def sums(problem: PlacementProblem, cells: Iterable[Cell]) -> tuple[list[int], list[int]]:
     """Eq. (6) by counts: load (us) and memory (MiB) of every rank."""
-    loads, memory = [0] * problem.world_size, [0] * problem.world_size
-    for cell in cells:
-        choice = problem.groups[cell.group].choices[cell.choice]
-        for rank in cell.ranks:
-            loads[rank] += cell.count * choice.price_us
-            memory[rank] += cell.count * choice.memory_mib
-    return loads, memory
+    account = Account(problem, cells)
+    return account.loads_us, account.memory_mib
 
 
 def num_splits(cells: Iterable[Cell]) -> int:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from zellige_lightning.errors import ConfigError, DataError
 from zellige_lightning.placement import GlobalBatch, Plan, Topology, build_schedule
+from zellige_lightning.placement.schedule import split_blocks
 from zellige_lightning.planner.cost import ProfileTable
 
 if TYPE_CHECKING:
@@ -20,7 +21,8 @@ _WARM, _COOL = "YlOrRd", "PuBu"  # videos, images
 
 
 def prices_of(plan: Plan, batch: GlobalBatch, table: ProfileTable, topology: Topology) -> list[int]:
-    """Price of each sequence on each rank that takes part, microseconds."""
+    """Price of each sequence on each rank that takes part, microseconds; the first of a split block carries
+    the block's start."""
     prices = []
     for sequence, option in zip(batch.sequences, plan.options, strict=True):
         price = table.price_us(sequence.bucket, option.config, topology.class_of(option.ranks))
@@ -30,6 +32,8 @@ def prices_of(plan: Plan, batch: GlobalBatch, table: ProfileTable, topology: Top
                 fix="show the plan with the profile that it was made from",
             )
         prices.append(price)
+    for option, members in split_blocks(plan.options):
+        prices[members[0]] += table.block_start_us(option, topology)
     return prices
 
 

@@ -91,8 +91,13 @@ def profile_table(table: ProfileTable) -> Table:
         "Profile (ms per participating rank, by (q,h,k))",
         ("bucket", *names),
         rows,
-        f"fixed step cost {_ms(table.fixed_us)} ms, prices {table.version}{marked}",
+        f"fixed step cost {_ms(table.fixed_us)} ms{_starts(table)}, prices {table.version}{marked}",
     )
+
+
+def _starts(table: ProfileTable) -> str:
+    rows = [f"{config}@{where} {_ms(us)}" for (config, where), us in sorted(table.start_us.items())]
+    return f", start of a call in ms: {', '.join(rows)}" if rows else ""
 
 
 _STEP_COLUMNS = (

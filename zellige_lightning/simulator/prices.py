@@ -47,7 +47,7 @@ def modeled_table(
     for config in configs or default_configs(model.heads, world):
         if model.heads % config.h:
             continue
-        families = ("aligned", family) if config.q == config.k == 1 else ("aligned",)
+        families = ("aligned", family) if config.is_packed else ("aligned",)
         for name, ranks in _one_set_per_class(topology, config.degree, families).items():
             for bucket in buckets:
                 option = PlacementOption(config, ranks)

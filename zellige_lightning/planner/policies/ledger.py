@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 from zellige_lightning.errors import PlanningError
 from zellige_lightning.placement.plan import WHOLE, ParallelConfig
 from zellige_lightning.planner.policies.menu import PolicyProblem
-from zellige_lightning.planner.problem import Cell, Choice, RankSet
-from zellige_lightning.planner.solution import Brief, Solution
+from zellige_lightning.planner.problem import Choice, RankSet
+from zellige_lightning.planner.solution import Account, Brief, Solution
 
 
 class Ledger:
-    """Counts of Eq. (5) with their sums of Eq. (6), for one problem."""
+    """The account of a policy for one problem, by configurations."""
 
     def __init__(self, problem: PolicyProblem) -> None:
-        self.problem = problem
-        self.loads_us = [0] * problem.world_size
-        self.memory_mib = [0] * problem.world_size
-        self._counts: Counter[tuple[int, int, RankSet]] = Counter()
+        self.problem, self._account = problem, Account(problem)
+        self.loads_us, self.memory_mib = self._account.loads_us, self._account.memory_mib
 
     def choice(self, group: int, config: ParallelConfig, ranks: RankSet) -> Choice | None:
         return self.problem.choice(group, config, ranks)
@@ -27,26 +23,20 @@ class Ledger:
         """`count` members of `group` take that option, which exists."""
         index = self.problem.find(group, config, ranks)
         assert index is not None, f"group {group} has no option {config} on {ranks}"
-        choice = self.problem.groups[group].choices[index]
-        self._counts[group, index, ranks] += count
-        for rank in ranks:
-            self.loads_us[rank] += count * choice.price_us
-            self.memory_mib[rank] += count * choice.memory_mib
+        self._account.add((group, index, ranks), count)
 
     def rows(self) -> list[tuple[int, ParallelConfig, RankSet, int]]:
         """(group, configuration, ranks, count) of everything placed."""
-        groups = self.problem.groups
-        return [
-            (g, groups[g].choices[j].config, ranks, n) for (g, j, ranks), n in sorted(self._counts.items())
-        ]
+        rows = sorted(self._account.counts.items())
+        return [(key[0], self._account.choice(key).config, key[2], count) for key, count in rows]
 
     @property
     def makespan_us(self) -> int:
-        return max(self.loads_us)
+        return self._account.makespan_us
 
     @property
     def fits(self) -> bool:
-        return max(self.memory_mib) <= self.problem.cap_mib
+        return self._account.fits
 
     def fits_on(self, choice: Choice, ranks: RankSet) -> bool:
         """Whether one more such sequence stays under the cap."""
@@ -62,7 +52,7 @@ class Ledger:
                 fix="raise planner.memory_cap_gib, lower the tokens per batch, or choose planner=exact",
                 step=brief.step,
             )
-        return Solution(tuple(sorted(Cell(*key, count) for key, count in self._counts.items())))
+        return Solution(self._account.cells)
 
 
 def require_whole(problem: PolicyProblem, group: int, brief: Brief) -> Choice:
