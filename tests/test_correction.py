@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests.planner.toys import batch, planner, table
 from zellige_lightning.agreement import Agreement
 from zellige_lightning.correction import OnlinePrices, observation_of, precedent_in, saved
 from zellige_lightning.errors import PlanningError, ZelligeError
+from zellige_lightning.placement.plan import ParallelConfig, PlacementOption
 from zellige_lightning.placement.topology import Topology
 from zellige_lightning.planner.correction import PriceCorrection
 from zellige_lightning.planner.precedent import Precedent
@@ -146,5 +148,9 @@ def test_expected_times_are_those_of_the_plan() -> None:
             loads[rank] += us * max(slowness[r] for r in ranks) / 1000
     assert loads == pytest.approx(list(plan.loads_us), rel=1e-2)
     assert expectation.rest_us == (500, 500)
+    started = replace(version.table, start_us={(ParallelConfig(1, 2, 1), "node"): 900})
+    other = OnlinePrices(started, Topology.uniform(2), Agreement(timedelta(seconds=5)), WARMUP)
+    split = replace(plan, options=(PlacementOption(ParallelConfig(1, 2, 1), (0, 1)),) * len(plan.options))
+    assert other.expect(0, [(what, split)]).rest_us == (1400, 1400)
     seen = observation_of(99, expectation, [(1000, 700), (1010, 900)], 1, 1010)
     assert seen.measured_us == (810, 1010)

@@ -23,7 +23,7 @@ from zellige_lightning.profiler import ProfilerConfig
 WORLD = 4
 BUCKETS = tuple(Bucket(f"b{n}", (n, 8, 8)) for n in (1, 4, 8, 16, 32, 64))
 CONFIGS = tuple(c for c in legal_configs(4, WORLD) if c.degree in (1, 2, 4))
-FIXED_US = 2000.0
+FIXED_US, START_US = 2000.0, 500.0
 
 
 def true_price_us(bucket: Bucket, config: ParallelConfig) -> float:
@@ -58,7 +58,9 @@ class Machine:
     def _us(self, batch: Any) -> float:
         options, buckets = batch
         first = [(o, b) for o, b in zip(options, buckets, strict=True) if options[0].ranks[0] in o.ranks]
-        return FIXED_US + sum(true_price_us(b, o.config) for o, b in first if b.name != "tiny")
+        shared = [o for o, _ in first if o.config.is_packed and not o.config.is_whole]
+        prices = (true_price_us(b, o.config) for o, b in first if b.name != "tiny")
+        return FIXED_US + START_US * bool(shared) + sum(prices)
 
     def step(self, batch: Any) -> Timing:
         us = self._us(batch) * self._generator.choice(self.noise)
@@ -92,6 +94,22 @@ def test_prices_are_the_marginal_cost_of_one_more_sequence() -> None:
     assert table.fixed_us == FIXED_US
     assert worst_error(table) < 0.01
     assert set(table.spread_us.values()) == {0}
+
+
+def test_the_start_of_a_call_is_in_no_price() -> None:
+    """Neither in those of short sequences, timed in two numbers, nor in those of long ones, timed alone."""
+    table, rounds = profiled(Machine())
+    packed = {key[1:] for key in table.prices_us if key[1].is_packed and not key[1].is_whole}
+    assert set(table.start_us) == packed == {(ParallelConfig(1, h, 1), "node") for h in (2, 4)}
+    assert set(table.start_us.values()) == {START_US}
+    alone = ("b64", ParallelConfig(1, 2, 1), "node")
+    assert len(rounds.copies(alone)) == 1 and len(rounds.copies(("b1", *alone[1:]))) == 2
+    assert table.prices_us[alone] == pytest.approx(true_price_us(BUCKETS[-1], alone[1]), abs=1)
+
+
+def test_noise_makes_no_start_of_its_own() -> None:
+    table, _ = profiled(Machine(noise=(1.0, 1.01, 0.99, 1.0, 1.5)))
+    assert all(us == pytest.approx(START_US, rel=0.5) for us in table.start_us.values())
 
 
 def test_packed_sequences_are_timed_in_two_numbers_and_others_alone() -> None:

@@ -39,7 +39,7 @@ def steps(truth: Terms, count: int = 24, noise: float = 0.0, first: int = 0) -> 
             price = PRICES.price_us(bucket, option.config, "node")
             assert price is not None
             for rank in option.ranks:
-                loads[rank] += truth.price_us(price, option.config)
+                loads[rank] += truth.price_us(price, PRICES.whole_us(bucket), option.config)
         for option in {option for option in options if option.config == ULYSSES}:  # one call for all of them
             for rank in option.ranks:
                 loads[rank] += truth.start_us(800)
@@ -52,30 +52,27 @@ def steps(truth: Terms, count: int = 24, noise: float = 0.0, first: int = 0) -> 
     ("truth", "model"),
     [
         (Terms(500.0), "plain"),
-        (Terms(700.0, 1.05, 1.05), "scale"),
-        (Terms(700.0, 0.97, 1.12), "two scales"),
-        (Terms(600.0, 1.02, 1.02, launch_us=300.0), "launches"),
-        (Terms(600.0, 1.02, 1.02, exchange_us=900.0), "exchanges"),
+        (Terms(700.0, 1.05, 1.05, 1.05), "scale"),
+        (Terms(700.0, 0.97, 1.12, 1.12), "two scales"),
+        (Terms(700.0, 1.02, 1.1, 0.2), "overheads"),
+        (Terms(700.0, 1.02, 1.1, 0.0), "overheads"),
+        (Terms(600.0, 1.02, 1.02, 1.02, launch_us=300.0), "launches"),
+        (Terms(600.0, 1.02, 1.02, 1.02, exchange_us=900.0), "exchanges"),
     ],
 )
 def test_the_terms_of_a_machine_are_found(truth: Terms, model: str) -> None:
     found = calibrate(PRICES, TOPOLOGY, steps(truth, noise=1e-4))
     assert found.model == model
     corrected = found.applied_to(PRICES)
-    for config in (ULYSSES, ParallelConfig(2, 1, 1)):
-        key = ("v480", config, "node")
-        assert corrected.prices_us[key] == pytest.approx(
-            truth.price_us(PRICES.prices_us[key], config), rel=0.02
-        )
-    small = ("i256", WHOLE, "node")
-    assert corrected.prices_us[small] == pytest.approx(
-        truth.price_us(PRICES.prices_us[small], WHOLE), rel=0.1, abs=30
-    )
-    assert corrected.start_us[ULYSSES, "node"] == pytest.approx(truth.start_us(800), rel=0.1)
+    for name, config in (("v480", ULYSSES), ("v480", ParallelConfig(2, 1, 1)), ("i256", WHOLE)):
+        key, whole_us = (name, config, "node"), PRICES.whole_us(BUCKETS[name])
+        wanted = truth.price_us(PRICES.prices_us[key], whole_us, config)
+        assert corrected.prices_us[key] == pytest.approx(wanted, rel=0.02, abs=30)
+    assert corrected.start_us.get((ULYSSES, "node"), 0) == pytest.approx(truth.start_us(800), rel=0.1, abs=20)
 
 
 def test_corrections_help_on_plans_that_they_have_not_seen() -> None:
-    truth = Terms(700.0, 1.04, 1.1, exchange_us=200.0)
+    truth = Terms(700.0, 1.04, 1.1, 1.1, exchange_us=200.0)
     errors = held_out_errors(PRICES, TOPOLOGY, steps(truth, noise=0.01), steps(truth, noise=0.01, first=100))
     assert errors["all"][0] < 1.0 < 4.0 < errors["plain"][0]
     assert errors["plain"][1] < -4.0, "without corrections it predicts too little"

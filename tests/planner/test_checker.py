@@ -72,6 +72,23 @@ def test_exhaustive_search_by_hand() -> None:
     assert exhaust({**PROBLEM, "cap": 2}) is None
 
 
+def test_a_start_counts_once_for_each_configuration_and_rank_set() -> None:
+    """Two halves of 20 on (0, 1) and one on (2, 3), each 10 with a start of 7."""
+    options = [
+        {"config": [1, 2, 1], "time": 10, "memory": 1, "rank_sets": "aligned", "start": 7},
+        {"config": [1, 1, 1], "time": 20, "memory": 1, "rank_sets": "all"},
+    ]
+    problem = {"ranks": 4, "cap": 9, "sequences": [{"id": "a", "count": 3, "options": options}]}
+    placed = [
+        {"id": "a", "config": [1, 2, 1], "ranks": [0, 1], "count": 2},
+        {"id": "a", "config": [1, 2, 1], "ranks": [2, 3], "count": 1},
+    ]
+    assert check(problem, placed).makespan == 27
+    assert exhaust(problem) == (20, 0)
+    two = {**problem, "ranks": 2}
+    assert exhaust(two) == (37, 1)  # 20 and 20 whole, and half of the third with its start; split: 37 too
+
+
 def test_families_and_area() -> None:
     assert is_legal((2, 3), "aligned", 4)
     assert not is_legal((1, 2), "aligned", 4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,9 @@ from hypothesis import given, settings, strategies as st
 
 from tests.planner.toys import BUCKETS, GEOMETRY, HEADS, MEMORY, table, whole_us
 from zellige_lightning.errors import ConfigError, ProfileError
-from zellige_lightning.placement.plan import WHOLE, ParallelConfig
+from zellige_lightning.placement.plan import WHOLE, ParallelConfig, PlacementOption, whole
 from zellige_lightning.placement.sequence import Bucket
+from zellige_lightning.placement.topology import Topology
 from zellige_lightning.planner.cost import MIB, ModelGeometry, ProfileTable
 from zellige_lightning.planner.options import legal_configs
 
@@ -96,6 +98,17 @@ def test_round_trip_and_version(tmp_path: Path) -> None:
     assert loaded.version == prices.version
     assert [p.name for p in path.parent.iterdir()] == ["profile.json"]
     assert table(4, fixed_us=501).version != prices.version
+    started = replace(prices, start_us={(ParallelConfig(1, 2, 1), "node"): 900})
+    assert started.version != prices.version and ProfileTable.from_json(started.to_json()) == started
+
+
+def test_starts_count_once_for_each_block() -> None:
+    ulysses, gather = ParallelConfig(1, 2, 1), ParallelConfig(2, 1, 1)
+    prices = replace(table(4), start_us={(ulysses, "node"): 900})
+    options = [PlacementOption(ulysses, (0, 1))] * 3 + [PlacementOption(ulysses, (1, 2)), whole(3)]
+    options += [PlacementOption(gather, (0, 1))] * 2
+    assert prices.start_loads_us(options, Topology.uniform(4)) == [900, 1800, 900, 0]
+    assert table(4).start_loads_us(options, Topology.uniform(4)) == [0, 0, 0, 0]
 
 
 def test_a_foreign_fingerprint_names_the_keys(tmp_path: Path) -> None:
@@ -141,6 +154,14 @@ def _tampered(path: str, value: object) -> str:
         ("buckets.0", ["i256", [1, 2]]),
         ("buckets.1", ["i256", [1, 2, 3]]),
         ("extrapolated_us", {"unheard-of": 3}),
+        ("start_us", None),
+        ("start_us", [[[1, 2, 1], "node", -1]]),
+        ("start_us", [[[1, 2, 1], "node", 0.5]]),
+        ("start_us", [[[1, 2, 1], 3, 5]]),
+        ("start_us", [[[1, 2, 1], "node", 5], [[1, 2, 1], "node", 5]]),
+        ("start_us", [[[1, 1, 1], "node", 5]]),
+        ("start_us", [[[2, 1, 1], "node", 5]]),
+        ("start_us", [[[1, 2, 2], "node", 5]]),
         ("fingerprint", {"a": [1]}),
         ("fingerprint", None),
         ("format", "other"),
@@ -152,7 +173,7 @@ def test_tampered_profiles_are_refused(path: str, value: object) -> None:
         ProfileTable.from_json(_tampered(path, value))
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", "[" * 100_000, '{"format": "zellige-profile-2"}'])
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "[" * 100_000, '{"format": "zellige-profile-3"}'])
 def test_what_is_no_profile_is_refused(text: str) -> None:
     with pytest.raises(ProfileError):
         ProfileTable.from_json(text)

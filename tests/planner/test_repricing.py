@@ -170,7 +170,8 @@ def test_corrections_travel_as_text() -> None:
 
 
 def test_corrected_tables_scale_what_they_name() -> None:
-    measured = table(4)
+    start = (PAIR, "node")
+    measured = replace(table(4), start_us={start: 900})
     key = ("v480", PAIR, "node")
     corrected = PriceCorrection(0, (("i256", 5),), ((key, 2),)).apply(measured)
     changed = {k for k, price in corrected.prices_us.items() if price != measured.prices_us[k]}
@@ -179,6 +180,7 @@ def test_corrected_tables_scale_what_they_name() -> None:
     assert NONE.apply(measured) is measured and corrected.version != measured.version
     everything = PriceCorrection(7).apply(measured)
     assert everything.fixed_us == round(measured.fixed_us * 1.05**7)
+    assert (everything.start_us[start], corrected.start_us[start]) == (round(900 * 1.05**7), 900)
     assert everything.whole_us(BUCKETS["v720"]) == pytest.approx(
         1.407 * measured.whole_us(BUCKETS["v720"]), rel=1e-2
     )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.planner.toys import batch, planner, table
 from zellige_lightning.errors import DataError
-from zellige_lightning.placement import Topology
+from zellige_lightning.placement import ParallelConfig, PlacementOption, Topology, whole
 
 pytest.importorskip("matplotlib")
 
@@ -28,6 +29,14 @@ def test_bars_are_the_predicted_loads() -> None:
         tops[rank] += bar.get_height()
     assert tops == pytest.approx([load / 1000 for load in PLAN.loads_us])
     assert axes.lines[0].get_ydata()[0] == pytest.approx(PLAN.lower_bound_us / 1000)
+
+
+def test_a_bar_holds_the_starts_of_its_blocks() -> None:
+    started = replace(table(4), start_us={(ParallelConfig(1, 2, 1), "node"): 900})
+    options = [PlacementOption(ParallelConfig(1, 2, 1), (0, 1))] * 2 + [whole(3)] * 25
+    plan = replace(PLAN, options=tuple(options))
+    without, given = (prices_of(plan, BATCH, prices, Topology.uniform(4)) for prices in (table(4), started))
+    assert [a - b for a, b in zip(given, without, strict=True)] == [900, *[0] * 26]
 
 
 def test_splits_are_hatched_videos_warm_images_cool() -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.planner.toys import BUCKETS, batch, planner, table
+from zellige_lightning.placement.plan import ParallelConfig
 from zellige_lightning.planner.cut import CatalogCut
 from zellige_lightning.report import StepRecord
 from zellige_lightning.report.tables import bucket_table, profile_table, step_table
@@ -32,6 +33,9 @@ def test_a_profile_has_a_column_for_each_configuration() -> None:
     text = profile_table(table(2))
     assert text.columns == ("bucket", "(1,1,1)", "(1,1,2)", "(1,2,1)", "(2,1,1)")
     assert all(len(row) == 5 and "-" not in row[1:] for row in text.rows)
+    assert "start" not in text.note
+    started = replace(table(2), start_us={(ParallelConfig(1, 2, 1), "node"): 900})
+    assert "start of a call in ms: (1,2,1)@node 0.90" in profile_table(started).note
 
 
 def test_prices_that_were_not_measured_are_marked() -> None:

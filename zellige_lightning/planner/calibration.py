@@ -2,10 +2,13 @@
 
 The terms are those of the table, so that they fold into it and every planner knows them:
 
-    makespan = fixed + max over ranks of the sum over its sequences of (whole or split scale) * price + launch
-                     + the sum over its split blocks of (split scale) * start + exchange
+    makespan = fixed + max over ranks of the sum over its sequences of whole * price + launch, or where split
+                       split * share + overhead * (price - share) + launch
+                     + the sum over its split blocks of overhead * start + exchange
 
-A block is what exchanges together: one sequence, or all of a rank set that are split over as many heads.
+The share of a split sequence is its part of the whole price; what goes beyond was measured of a sequence with
+nothing beside it, where nothing hides exchanges and waiting. A block is what exchanges together: one
+sequence, or all of a rank set that are split over as many heads.
 """
 
 from __future__ import annotations
@@ -22,12 +25,14 @@ from zellige_lightning.placement.sequence import Bucket
 from zellige_lightning.placement.topology import Topology
 from zellige_lightning.planner.cost import ProfileTable
 
-TERMS = ("fixed", "whole", "split", "launch", "exchange")
-# In the order in which they are tried. The scales of whole and split are one where only `whole` is named.
+TERMS = ("fixed", "whole", "split", "overhead", "launch", "exchange")
+# In the order in which they are tried. Without a scale of its own, overhead has that of splits, and they that
+# of whole sequences.
 MODELS: Mapping[str, tuple[str, ...]] = {
     "plain": (),
     "scale": ("fixed", "whole"),
     "two scales": ("fixed", "whole", "split"),
+    "overheads": ("fixed", "whole", "split", "overhead"),
     "launches": ("fixed", "whole", "launch"),
     "exchanges": ("fixed", "whole", "exchange"),
     "all": TERMS,
@@ -62,17 +67,21 @@ class Terms:
     fixed_us: float
     whole: float = 1.0
     split: float = 1.0
+    overhead: float = 1.0
     launch_us: float = 0.0
     exchange_us: float = 0.0
 
-    def price_us(self, price_us: float, config: ParallelConfig) -> float:
-        """The corrected price of a sequence."""
-        own = (self.whole if config.is_whole else self.split) * price_us + self.launch_us
+    def price_us(self, price_us: float, whole_us: float, config: ParallelConfig) -> float:
+        """The corrected price of a sequence that costs `whole_us` on one rank."""
+        if config.is_whole:
+            return self.whole * price_us + self.launch_us
+        share = whole_us / config.degree
+        own = self.split * share + self.overhead * (price_us - share) + self.launch_us
         return own if config.is_packed else own + self.exchange_us  # those in a pack share theirs
 
     def start_us(self, start_us: float) -> float:
         """The corrected start of a block that sequences share."""
-        return self.split * start_us + self.exchange_us
+        return self.overhead * start_us + self.exchange_us
 
 
 @dataclass(frozen=True)
@@ -91,15 +100,17 @@ class Calibration:
     def applied_to(self, table: ProfileTable) -> ProfileTable:
         """The table with corrected prices."""
 
-        def corrected(us: int, config: ParallelConfig) -> int:
-            return max(1, round(self.terms.price_us(us, config)))
+        wholes = {bucket.name: table.whole_us(bucket) for bucket in table.buckets}
+
+        def corrected(us: int, name: str, config: ParallelConfig) -> int:
+            return max(1, round(self.terms.price_us(us, wholes[name], config)))
 
         shared = {key[1:] for key in table.prices_us if key[1].is_packed and not key[1].is_whole}
         starts = {key: round(self.terms.start_us(table.start_us.get(key, 0))) for key in shared}
         return replace(
             table,
-            prices_us={key: corrected(us, key[1]) for key, us in table.prices_us.items()},
-            extrapolated_us={name: corrected(us, WHOLE) for name, us in table.extrapolated_us.items()},
+            prices_us={key: corrected(us, *key[:2]) for key, us in table.prices_us.items()},
+            extrapolated_us={name: corrected(us, name, WHOLE) for name, us in table.extrapolated_us.items()},
             fixed_us=max(0, round(self.terms.fixed_us)),
             start_us={key: start for key, start in sorted(starts.items()) if start},
         )
@@ -146,7 +157,7 @@ def held_out_errors(
 
 @dataclass(frozen=True)
 class _Loads:
-    """By rank `[N, 5]`: what each of `TERMS` is multiplied with; and the measured makespan."""
+    """By rank `[N, 6]`: what each of `TERMS` is multiplied with; and the measured makespan."""
 
     features: np.ndarray
     measured_us: float
@@ -158,12 +169,17 @@ class _Loads:
         for option, bucket in zip(step.options, step.buckets, strict=True):
             price = table.price_us(bucket, option.config, topology.class_of(option.ranks))
             assert price is not None, f"{bucket.name} under {option.config} was run without a price"
-            for rank in option.ranks:
-                features[rank, 1 if option.config.is_whole else 2] += price
-                features[rank, 3] += 1.0
+            ranks = list(option.ranks)
+            if option.config.is_whole:
+                features[ranks, 1] += price
+            else:
+                share = table.whole_us(bucket) / option.config.degree
+                features[ranks, 2] += share
+                features[ranks, 3] += price - share
+            features[ranks, 4] += 1.0
         for option, _ in split_blocks(step.options):
-            features[list(option.ranks), 4] += 1.0
-        features[:, 2] += table.start_loads_us(step.options, topology)
+            features[list(option.ranks), 5] += 1.0
+        features[:, 3] += table.start_loads_us(step.options, topology)
         return cls(features, step.measured_us)
 
     def makespan_us(self, terms: Terms) -> float:
@@ -175,7 +191,9 @@ class _Loads:
 
 
 def _vector(terms: Terms) -> np.ndarray:
-    return np.array([terms.fixed_us, terms.whole, terms.split, terms.launch_us, terms.exchange_us])
+    return np.array(
+        [terms.fixed_us, terms.whole, terms.split, terms.overhead, terms.launch_us, terms.exchange_us]
+    )
 
 
 def fit_terms(table: ProfileTable, steps: Sequence[_Loads], names: Sequence[str]) -> Terms:
@@ -192,7 +210,7 @@ def fit_terms(table: ProfileTable, steps: Sequence[_Loads], names: Sequence[str]
             rest = [name for name in names if name != "fixed"]
             found = _solve(rows, rest, 1.0 - most_us * rows[:, 0])
             found = None if found is None else replace(found, fixed_us=most_us)
-        if found is None or not all(_RANGE[0] <= s <= _RANGE[1] for s in (found.whole, found.split)):
+        if found is None or not _is_sane(found):
             return plain
         if found == terms:
             break
@@ -200,11 +218,18 @@ def fit_terms(table: ProfileTable, steps: Sequence[_Loads], names: Sequence[str]
     return terms
 
 
+def _is_sane(terms: Terms) -> bool:
+    low, high = _RANGE  # other work may hide all of an overhead
+    return all(low <= scale <= high for scale in (terms.whole, terms.split)) and terms.overhead <= high
+
+
 def _solve(rows: np.ndarray, names: Sequence[str], target: np.ndarray) -> Terms | None:
     """No term is negative: the best over all subsets of those that may vanish."""
-    columns = [rows[:, TERMS.index(name)] for name in names]
-    if "split" not in names:  # one scale for both
-        columns[names.index("whole")] = rows[:, 1] + rows[:, 2]
+    columns = [rows[:, TERMS.index(name)].copy() for name in names]
+    if "overhead" not in names:  # it goes with splits, and they with whole sequences
+        columns[names.index("split" if "split" in names else "whole")] += rows[:, 3]
+    if "split" not in names:
+        columns[names.index("whole")] += rows[:, 2]
     scales = [i for i, name in enumerate(names) if name in ("whole", "split")]
     others = [i for i in range(len(names)) if i not in scales]
     best, best_error = None, float("inf")
@@ -218,10 +243,12 @@ def _solve(rows: np.ndarray, names: Sequence[str], target: np.ndarray) -> Terms 
                 best, best_error = {names[i]: float(x) for i, x in zip(used, found, strict=True)}, error
     if best is None:
         return None
+    split = best.get("split", best["whole"])
     return Terms(
         best.get("fixed", 0.0),
         best["whole"],
-        best.get("split", best["whole"]),
+        split,
+        best.get("overhead", 0.0) if "overhead" in names else split,
         best.get("launch", 0.0),
         best.get("exchange", 0.0),
     )

@@ -119,19 +119,28 @@ class Cell:
 
 
 def drop_dominated(choices: Sequence[Choice]) -> tuple[Choice, ...]:
-    """Choices that no other one of the same rank sets beats in both price and memory. Exact: optima stay.
+    """Choices that no other one of the same rank sets beats in price, with and without its start, and in
+    memory. Exact: optima stay.
 
     Among equals the first stays.
     """
     kept: list[Choice] = []
     for choice in sorted(choices, key=_frugal_first):
-        if not any(k.memory_mib <= choice.memory_mib and k.rank_sets == choice.rank_sets for k in kept):
+        if not any(_beats(k, choice) and k.rank_sets == choice.rank_sets for k in kept):
             kept.append(choice)
     return tuple(kept)
 
 
-def _frugal_first(choice: Choice) -> tuple[int, int, int, int, ParallelConfig]:
-    return choice.config.degree, choice.price_us, choice.memory_mib, choice.traffic, choice.config
+def _beats(one: Choice, other: Choice) -> bool:
+    """Of no higher price, in no respect the worse."""
+    return (
+        one.memory_mib <= other.memory_mib and one.price_us + one.start_us <= other.price_us + other.start_us
+    )
+
+
+def _frugal_first(choice: Choice) -> tuple[int, int, int, int, int, ParallelConfig]:
+    costs = choice.price_us, choice.start_us, choice.memory_mib, choice.traffic
+    return choice.config.degree, *costs, choice.config
 
 
 def ungrouped(problem: PlacementProblem) -> PlacementProblem:
