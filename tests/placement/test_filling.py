@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
 from tests.placement.test_schedule import placements
 from zellige_lightning.placement.filling import fill_gaps, work_between_pauses
-from zellige_lightning.placement.plan import Filling, ParallelConfig, PlacementOption, whole
+from zellige_lightning.placement.plan import WHOLE, Filling, ParallelConfig, PlacementOption, Plan, whole
 from zellige_lightning.placement.schedule import END, PASSES, build_schedule, whole_pieces
+from zellige_lightning.placement.sequence import Bucket, GlobalBatch
+from zellige_lightning.placement.topology import Topology
+from zellige_lightning.planner.cost import ProfileTable
+from zellige_lightning.planner.filling import filling_of
 
 PAIR = ParallelConfig(1, 2, 1)
 
@@ -68,3 +73,16 @@ def test_a_sequence_much_longer_than_the_gap_waits() -> None:
 def test_work_is_divided_completely(which: str) -> None:
     for config in (PAIR, ParallelConfig(2, 1, 1), ParallelConfig(1, 1, 5), ParallelConfig(2, 3, 2)):
         assert sum(work_between_pauses(config, which)) == pytest.approx(1.0)
+
+
+def test_the_start_of_a_call_is_filled_too() -> None:
+    """Exchanges that cost nothing beside shares: only a start leaves time for whole sequences."""
+    prices = {("long", WHOLE, "node"): 10_000, ("short", WHOLE, "node"): 100, ("long", PAIR, "node"): 5_000}
+    buckets = Bucket("long", (4, 100, 100)), Bucket("short", (1, 100, 100))
+    batch = GlobalBatch.of(0, 0, [("a", buckets[0]), *[(f"{i}", buckets[1]) for i in range(8)]])
+    options = (PlacementOption(PAIR, (0, 1)), *[whole(0)] * 4, *[whole(1)] * 4)
+    plan, topology = Plan(0, 2, options, (0, 0), (0, 0)), Topology.uniform(2)
+    without = ProfileTable(buckets, prices, {}, 0, {})
+    started = replace(without, start_us={(PAIR, "node"): 2_000})
+    assert not any(f.forward or f.backward for f in filling_of(plan, batch, without, topology))
+    assert all(f.forward and f.backward for f in filling_of(plan, batch, started, topology))

@@ -55,7 +55,7 @@ def steps(truth: Terms, count: int = 24, noise: float = 0.0, first: int = 0) -> 
         (Terms(700.0, 1.05, 1.05, 1.05), "scale"),
         (Terms(700.0, 0.97, 1.12, 1.12), "two scales"),
         (Terms(700.0, 1.02, 1.1, 0.2), "overheads"),
-        (Terms(700.0, 1.02, 1.1, 0.0), "overheads"),
+        (Terms(700.0, 1.02, 1.1, 0.05), "overheads"),
         (Terms(600.0, 1.02, 1.02, 1.02, launch_us=300.0), "launches"),
         (Terms(600.0, 1.02, 1.02, 1.02, exchange_us=900.0), "exchanges"),
     ],

@@ -14,6 +14,7 @@ from zellige_lightning.errors import ConfigError, ProfileError
 from zellige_lightning.placement.plan import WHOLE, ParallelConfig, PlacementOption, whole
 from zellige_lightning.placement.sequence import Bucket
 from zellige_lightning.placement.topology import Topology
+from zellige_lightning.planner.calibration import Calibration, Terms
 from zellige_lightning.planner.cost import MIB, ModelGeometry, ProfileTable
 from zellige_lightning.planner.options import legal_configs
 
@@ -102,6 +103,20 @@ def test_round_trip_and_version(tmp_path: Path) -> None:
     assert started.version != prices.version and ProfileTable.from_json(started.to_json()) == started
 
 
+def test_what_exchanges_take_alone_is_known_from_corrected_prices() -> None:
+    raw, pair = replace(table(2), start_us={(ParallelConfig(1, 2, 1), "node"): 900}), (0, 1)
+    corrected = Calibration("overheads", Terms(700.0, 1.02, 1.1, 0.2), {}).applied_to(raw)
+    assert corrected.start_us == {(ParallelConfig(1, 2, 1), "node"): 180}
+    assert ProfileTable.from_json(corrected.to_json()) == corrected
+    for bucket in BUCKETS.values():
+        option = PlacementOption(ParallelConfig(2, 1, 1), pair)
+        alone = raw.overhead_us(bucket, option, Topology.uniform(2))
+        assert (
+            alone == raw.prices_us[bucket.name, option.config, "node"] - whole_us(bucket.num_tokens) / 2 > 0
+        )
+        assert corrected.overhead_us(bucket, option, Topology.uniform(2)) == pytest.approx(alone, abs=6)
+
+
 def test_starts_count_once_for_each_block() -> None:
     ulysses, gather = ParallelConfig(1, 2, 1), ParallelConfig(2, 1, 1)
     prices = replace(table(4), start_us={(ulysses, "node"): 900})
@@ -162,6 +177,12 @@ def _tampered(path: str, value: object) -> str:
         ("start_us", [[[1, 1, 1], "node", 5]]),
         ("start_us", [[[2, 1, 1], "node", 5]]),
         ("start_us", [[[1, 2, 2], "node", 5]]),
+        ("split_scale", 0),
+        ("split_scale", float("nan")),
+        ("split_scale", "1"),
+        ("overhead_scale", 1e3),
+        ("overhead_scale", True),
+        ("overhead_scale", None),
         ("fingerprint", {"a": [1]}),
         ("fingerprint", None),
         ("format", "other"),

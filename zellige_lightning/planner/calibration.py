@@ -39,6 +39,7 @@ MODELS: Mapping[str, tuple[str, ...]] = {
 }
 # A further term must bring the error on plans that it has not seen below that share, and by so many points.
 _WORTH, _WORTH_PCT = 0.97, 0.05
+_LEAST_OVERHEAD = 0.05  # a scale; some of it is always left
 _RANGE = (0.5, 2.0)  # of a scale; beyond it the steps were not those that the prices are for
 _MOST_FIXED = 3.0  # times the fixed cost that was measured: a machine that was busy looks like a fixed cost
 _ITERATIONS = 5
@@ -113,6 +114,8 @@ class Calibration:
             extrapolated_us={name: corrected(us, name, WHOLE) for name, us in table.extrapolated_us.items()},
             fixed_us=max(0, round(self.terms.fixed_us)),
             start_us={key: start for key, start in sorted(starts.items()) if start},
+            split_scale=table.split_scale * self.terms.split / self.terms.whole,
+            overhead_scale=table.overhead_scale * self.terms.overhead,
         )
 
 
@@ -219,7 +222,7 @@ def fit_terms(table: ProfileTable, steps: Sequence[_Loads], names: Sequence[str]
 
 
 def _is_sane(terms: Terms) -> bool:
-    low, high = _RANGE  # other work may hide all of an overhead
+    low, high = _RANGE  # other work may hide most of an overhead
     return all(low <= scale <= high for scale in (terms.whole, terms.split)) and terms.overhead <= high
 
 
@@ -248,7 +251,7 @@ def _solve(rows: np.ndarray, names: Sequence[str], target: np.ndarray) -> Terms 
         best.get("fixed", 0.0),
         best["whole"],
         split,
-        best.get("overhead", 0.0) if "overhead" in names else split,
+        max(_LEAST_OVERHEAD, best.get("overhead", 0.0)) if "overhead" in names else split,
         best.get("launch", 0.0),
         best.get("exchange", 0.0),
     )

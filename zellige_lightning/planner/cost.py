@@ -138,6 +138,9 @@ class ProfileTable:
         start_us: (config, topology class) -> what a participating rank pays once for all sequences that are
             split over heads only and share a call, beside their prices. None where that is not known apart.
 
+        split_scale, overhead_scale: what the correction by mixed plans made of a split sequence's share of
+            the whole price, relative to the corrected whole price, and of its overhead beyond that share.
+
     Raises:
         ProfileError: a price that is not a positive integer, of an unknown bucket, a bucket without whole
             price, or a start of what shares no call.
@@ -151,6 +154,8 @@ class ProfileTable:
     spread_us: Mapping[PriceKey, int] = field(default_factory=dict)
     interpolated: frozenset[PriceKey] = frozenset()
     start_us: Mapping[StartKey, int] = field(default_factory=dict)
+    split_scale: float = 1.0
+    overhead_scale: float = 1.0
 
     def __post_init__(self) -> None:
         profile_file.check(self)
@@ -222,6 +227,13 @@ class ProfileTable:
         blocks = [option for option, _ in split_blocks(options)] if self.start_us else []
         starts = [self.block_start_us(option, topology) for option in blocks]
         return list(rank_sums(blocks, starts, topology.world_size))
+
+    def overhead_us(self, bucket: Bucket, option: PlacementOption, topology: Topology) -> float:
+        """What a rank that shares the sequence pays beyond its share of the work, with nothing beside it that
+        would hide exchanges: what there is to hide."""
+        price = self.price_us(bucket, option.config, topology.class_of(option.ranks)) or 0
+        share = self.split_scale * self.whole_us(bucket) / option.config.degree
+        return max(0.0, price - share) / self.overhead_scale
 
     @cached_property
     def version(self) -> str:

@@ -31,6 +31,8 @@ _FIELDS = {
     "spread_us",
     "interpolated",
     "start_us",
+    "split_scale",
+    "overhead_scale",
 }
 
 
@@ -44,6 +46,8 @@ def price_text(table: ProfileTable) -> str:
             "extrapolated_us": dict(sorted(table.extrapolated_us.items())),
             "fixed_us": table.fixed_us,
             "start_us": sorted([*_class_row(key), us] for key, us in table.start_us.items()),
+            "split_scale": table.split_scale,
+            "overhead_scale": table.overhead_scale,
         }
     )
 
@@ -109,6 +113,8 @@ def parse(text: str) -> dict[str, Any]:
         "spread_us": spread,
         "interpolated": interpolated,
         "start_us": starts,
+        "split_scale": data["split_scale"],
+        "overhead_scale": data["overhead_scale"],
     }
 
 
@@ -156,6 +162,10 @@ def check(table: ProfileTable) -> None:
                 f"the profile has a start of {config}, whose sequences share no call", fix=_REDO
             )
         _check_us(f"the start of {config} on {where!r}", start, low=0)
+    for name in ("split_scale", "overhead_scale"):
+        scale = getattr(table, name)
+        if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0.01 <= scale <= 100.0:
+            raise ProfileError(f"{name} of the profile is {scale!r}", fix=_REDO)
     for entry, value in table.fingerprint.items():
         finite = not isinstance(value, float) or math.isfinite(value)
         if not isinstance(entry, str) or not isinstance(value, str | int | float) or not finite:
