@@ -117,6 +117,13 @@ def run_rank(rank: int, job: Job) -> dict[str, Any]:
         dist.destroy_process_group()
 
 
+def turn_order(num_entries: int, batch: int, repeat: int) -> list[int]:
+    """Another order in each round, the same on every rank: a step's time also depends on what ran before."""
+    turns = list(range(num_entries))
+    random.Random(f"{batch}/{repeat}").shuffle(turns)
+    return turns
+
+
 class _Ranks:
     """One rank's model, engine and plans."""
 
@@ -162,12 +169,10 @@ class _Ranks:
     def _turns(
         self, b: int, batch: GlobalBatch, plans: dict[str, list[Plan | None]], repeat: int
     ) -> dict[tuple[int, int], StepTime]:
-        """One step of every entry on one batch, in another order in each round, since a step's time also
-        depends on what ran before it."""
-        steps, turns = {}, list(enumerate(self.job.entries))
-        random.Random(f"{b}/{repeat}").shuffle(turns)  # the same on every rank
-        for e, name in turns:
-            if (plan := plans[name][b]) is not None:
+        """One step of every entry on one batch."""
+        steps = {}
+        for e in turn_order(len(self.job.entries), b, repeat):
+            if (plan := plans[self.job.entries[e]][b]) is not None:
                 steps[e, b] = self._step(materialize(batch, plan, self.rank, self.trial.source))
         return steps
 

@@ -85,11 +85,12 @@ def probes_of(
 
 
 def copies_of(bucket: Bucket, config: ParallelConfig) -> tuple[int, ...]:
-    """Numbers of copies to time: one for what runs by itself, a few and twice as many for what is packed."""
-    if not config.is_packed:
-        return (1,)
+    """Numbers of copies to time: one for what runs by itself, a few and twice as many for whole sequences.
+    Of what shares a call one and many, since its start is what one takes beyond the price of one more."""
     most = min(MOST_COPIES, PACK_TOKENS * config.degree // bucket.num_tokens)
-    return (1,) if most < 2 else (most // 2, most // 2 * 2)
+    if not config.is_packed or most < 2:
+        return (1,)
+    return (most // 2, most // 2 * 2) if config.is_whole else (1, most)
 
 
 def one_set_per_class(topology: Topology, degree: int, family: str) -> dict[str, tuple[int, ...]]:

@@ -184,6 +184,9 @@ def _report(table: ProfileTable, configs: tuple[ParallelConfig, ...], rounds: Ro
         f"zellige: profiled {len(table.prices_us) - len(table.interpolated)} prices in {seconds:.1f} s,"
         f" interpolated {len(table.interpolated)}"
     )
+    if table.start_us:
+        starts = (f"{config} {us / 1e3:.1f} ms" for (config, _), us in sorted(table.start_us.items()))
+        rank_zero_info(f"zellige: starts of shared calls: {', '.join(starts)}")
     if missing:
         rank_zero_info(
             f"zellige: not timed within profiler.time_budget_s, so not offered: {', '.join(missing)}"

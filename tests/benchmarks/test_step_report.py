@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 
 import pytest
+from step_ranks import turn_order
 from step_report import AGAIN, OURS, Entry, Measured, flat_figures
 
 from zellige_lightning.placement import ParallelConfig
@@ -93,3 +94,13 @@ def test_slower_counts_beyond_what_the_same_plan_differs_by(spread: float, slowe
     assert figures["worst_over_best_rival"] == pytest.approx(1 / 0.95, rel=1e-3)
     assert figures["noise_pct"] > (5.3 if not slower else 0.0)
     assert figures["batches_slower_beyond_noise"] == slower
+
+
+def test_every_entry_gets_every_turn() -> None:
+    """On each batch over the rounds of a full run; alike wherever it is asked."""
+    for batch in range(10):
+        orders = [turn_order(4, batch, repeat) for repeat in range(25)]
+        assert orders == [turn_order(4, batch, repeat) for repeat in range(25)]
+        assert all(sorted(order) == [0, 1, 2, 3] for order in orders)
+        for entry in range(4):
+            assert {order.index(entry) for order in orders} == {0, 1, 2, 3}

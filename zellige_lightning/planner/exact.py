@@ -73,7 +73,7 @@ def _simplified(problem: PlacementProblem, solution: Solution, epsilon: float) -
 
 def check_range(problem: PlacementProblem) -> None:
     """Products of times and memories must stay inside 63 bits. Raises: PlanningError naming the sums."""
-    time_us = sum(len(g) * max(c.price_us for c in g.choices) for g in problem.groups)
+    time_us = sum(len(g) * max(c.price_us + c.start_us for c in g.choices) for g in problem.groups)
     largest = max(problem.cap_mib, 1024 * problem.world_size)
     if time_us * largest >= 1 << 61:
         raise PlanningError(
