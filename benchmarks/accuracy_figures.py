@@ -14,16 +14,16 @@ SMALLEST_SPREAD = 0.20  # of the measured times of a batch's plans: below it the
 _DRAWS = 2000
 
 
-def calmer(times: Sequence[float], queued: Sequence[float]) -> list[float]:
-    """The half of the repeats that waited least for a core: a rank's own communication thread makes it wait
-    a little in every step, other programs in some. All of them where they waited alike."""
-    most = median(queued)
-    return [time for time, waited in zip(times, queued, strict=True) if waited <= most]
+def calmer(times: Sequence[float], lost: Sequence[float]) -> list[float]:
+    """The half of the repeats that lost least to what else the machine did. All of them where they lost
+    alike."""
+    most = median(lost)
+    return [time for time, share in zip(times, lost, strict=True) if share <= most]
 
 
-def settled(times: Sequence[float], queued: Sequence[float]) -> float:
+def settled(times: Sequence[float], lost: Sequence[float]) -> float:
     """Median of the calmer half of the repeats."""
-    return median(calmer(times, queued))
+    return median(calmer(times, lost))
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,9 @@ class Row:
         held_out: neither prices nor terms have seen it.
         splits: sequences that are split; mixed: some rank holds shards beside whole sequences.
         predicted_s, predicted_cpu_s: makespan by wall clock, and processor seconds of the busiest rank.
-        wall_s, cpu_s: of every repeat; queued: largest share of it that a rank waited for a core.
-        again_wall_s, again_cpu_s, again_queued: the same of a few plans that are not held out, once more
+        wall_s, cpu_s: of every repeat; lost: largest share of it that a rank lost to what else
+            the machine did.
+        again_wall_s, again_cpu_s, again_lost: the same of a few plans that are not held out, once more
             between the steps of those that are.
         memory_mib: largest rank, with parameters, gradients and optimizer state; measured of held-out plans
             only. predicted_mib: what the memory model says of it.
@@ -54,26 +55,26 @@ class Row:
     predicted_cpu_s: float
     wall_s: tuple[float, ...]
     cpu_s: tuple[float, ...]
-    queued: tuple[float, ...]
+    lost: tuple[float, ...]
     memory_mib: float | None
     predicted_mib: float
     again_wall_s: tuple[float, ...] = ()
     again_cpu_s: tuple[float, ...] = ()
-    again_queued: tuple[float, ...] = ()
+    again_lost: tuple[float, ...] = ()
 
     def measured(self, clock: str = "wall") -> float:
-        return settled(self.wall_s if clock == "wall" else self.cpu_s, self.queued)
+        return settled(self.wall_s if clock == "wall" else self.cpu_s, self.lost)
 
     def halves(self, clock: str = "wall") -> tuple[float, float]:
         """Medians of odd and of even repeats, among the calmer ones."""
-        repeats = calmer(self.wall_s if clock == "wall" else self.cpu_s, self.queued)
+        repeats = calmer(self.wall_s if clock == "wall" else self.cpu_s, self.lost)
         return median(repeats[::2]), median(repeats[1::2] or repeats)
 
     def drift(self, clock: str = "wall") -> float | None:
         """How much slower the same steps were when they were measured again; None where they were not."""
-        if not self.again_queued:
+        if not self.again_lost:
             return None
-        again = settled(self.again_wall_s if clock == "wall" else self.again_cpu_s, self.again_queued)
+        again = settled(self.again_wall_s if clock == "wall" else self.again_cpu_s, self.again_lost)
         return again / self.measured(clock) - 1.0
 
     def predicted(self, clock: str = "wall") -> float:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from accuracy_figures import Row, settled
 from accuracy_memory import letting_go
 from accuracy_plans import BUCKETS, Candidate, Case, Options, is_held_out, make_cases
-from ranks import has_own_core, queued_s
+from ranks import has_own_core
 from step_ranks import HEADS, NO_CAP_MIB, Job, _Ranks
 
 from zellige_lightning.agreement import Agreement
@@ -55,11 +55,11 @@ class Settings:
 @dataclass(frozen=True)
 class Step:
     """Makespan and processor seconds of the busiest rank of one step, and the largest share of it that a rank
-    waited for a core."""
+    lost to what else the machine did."""
 
     wall_s: float
     cpu_s: float
-    queued: float
+    lost: float
 
 
 Times = dict[int, list[Step]]  # by the identity of the trial
@@ -78,7 +78,7 @@ class Trial:
 def measured_s(steps: Sequence[Step], clock: str) -> float:
     """Median over the calmer steps, as the published figures."""
     return settled(
-        [step.wall_s if clock == "wall" else step.cpu_s for step in steps], [step.queued for step in steps]
+        [step.wall_s if clock == "wall" else step.cpu_s for step in steps], [step.lost for step in steps]
     )
 
 
@@ -237,18 +237,18 @@ class _Accuracy(_Ranks):
         """A training step; forward and backward with the averaging of gradients are timed, as the strategy
         does."""
         self.engine.install(batch.schedule)
+        self.watch.begin()
         dist.barrier()
-        began = time.perf_counter(), time.process_time(), queued_s()
+        began = time.perf_counter(), time.process_time()
         with engine_of_step(self.engine):
             loss = self.parallel(batch)
         loss.backward()
-        spent = time.perf_counter() - began[0], time.process_time() - began[1], queued_s() - began[2]
+        spent = time.perf_counter() - began[0], time.process_time() - began[1]
+        lost = self.watch.lost_share(has_own_core(self.world))
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        rows = self.agreement.gather([int(1e6 * seconds) for seconds in spent])
-        wall, cpu, queued = (max(values) / 1e6 for values in zip(*rows, strict=True))
-        # Where ranks share cores they queue for each other, which says nothing.
-        return Step(wall, cpu, queued / wall if has_own_core(self.world) else 0.0)
+        rows = self.agreement.gather([int(1e6 * value) for value in (*spent, lost)])
+        return Step(*(max(values) / 1e6 for values in zip(*rows, strict=True)))
 
     def _peak_mib(self, trial: Trial) -> list[float]:
         """Of each rank: the peak of a step, without what is there between steps."""
@@ -298,10 +298,10 @@ class _Accuracy(_Ranks):
             predicted_cpu_s=self._predicted_s(trial, tables["cpu"]),
             wall_s=tuple(step.wall_s for step in times),
             cpu_s=tuple(step.cpu_s for step in times),
-            queued=tuple(step.queued for step in times),
+            lost=tuple(step.lost for step in times),
             again_wall_s=tuple(step.wall_s for step in again),
             again_cpu_s=tuple(step.cpu_s for step in again),
-            again_queued=tuple(step.queued for step in again),
+            again_lost=tuple(step.lost for step in again),
             memory_mib=None if peaks is None else self._base_mib + max(peaks),
             predicted_mib=self._base_mib + predicted / MIB,
         )

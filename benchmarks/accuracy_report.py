@@ -29,8 +29,8 @@ def report(
         "",
         f"**Measured**: {named}, {ranks} processes on {about['cores']} cores of {about['processor']}, one "
         f"thread each, gloo, float32, two Wan layers, torch {about['torch']}; medians over "
-        f"{settings.repeats} of {2 * settings.repeats} interleaved steps per plan, those that waited least "
-        f"for a core; {found['seconds']:.0f} s in all. Nothing here is a GPU's speed.",
+        f"{settings.repeats} of {2 * settings.repeats} interleaved steps per plan, those that lost least "
+        f"to what else the machine did; {found['seconds']:.0f} s in all. Nothing here is a GPU's speed.",
         "",
         f"{len(rows)} plans, {len(held)} held out, of which {sum(r.mixed for r in held)} put shards beside "
         "whole sequences. Prices were frozen before the first held-out step, sha256 "

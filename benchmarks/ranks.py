@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import socket
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import date, timedelta
@@ -38,6 +39,35 @@ def queued_s() -> float:
         with suppress(OSError):  # the thread has ended
             total += int(thread.read_text().split()[1])
     return total * 1e-9
+
+
+class CoreWatch:
+    """How much of a step a rank lost to what else the machine does, as a share of it: it was ready to run and
+    had no core, or its core was slower than at its best, as where another machine runs on the same one. The
+    second is told by a fixed loop before and behind the step."""
+
+    LOOP = 100_000  # some milliseconds
+
+    def __init__(self) -> None:
+        self._best_s = float("inf")
+
+    def begin(self) -> None:
+        self._before_s = self._loop_s()
+        self._queued_s, self._began_s = queued_s(), time.perf_counter()
+
+    def lost_share(self, counts_queue: bool = True) -> float:
+        """Since `begin`. Ranks that share cores queue for each other, which says nothing."""
+        waited = (queued_s() - self._queued_s) / (time.perf_counter() - self._began_s)
+        slowest_s = max(self._before_s, self._loop_s())
+        return slowest_s / self._best_s - 1.0 + (waited if counts_queue else 0.0)
+
+    def _loop_s(self) -> float:
+        began, total = time.thread_time(), 0
+        for number in range(self.LOOP):
+            total += number
+        spent = time.thread_time() - began
+        self._best_s = min(self._best_s, spent)
+        return spent
 
 
 def machine() -> dict[str, str]:

@@ -2,7 +2,8 @@
 
 Every process is pinned to one core with one thread. All policies share one model, one profile and one
 engine, and take turns batch by batch, so that what else the machine does meets all of them. Figures are
-medians over the calmer half of the steps: the kernel tells how long each waited for its core.
+medians over the calmer half of the steps: the kernel tells how long each waited for its core, and a fixed
+loop before and behind it how fast that was.
 
 2 ranks are compared by wall clock. With more ranks than cores, wall clock says nothing; then the figures
 are the CPU seconds of the busiest rank, and the output says so. Nothing here is a GPU's speed.
@@ -93,7 +94,7 @@ def _entry(of_ranks: list[list[StepTime]], batch: Batch, plan: Plan | None) -> E
     if plan is None:
         return None
     steps = list(zip(*of_ranks, strict=True))
-    calm = sorted(steps, key=_queued_share)[: len(steps) // 2]
+    calm = sorted(steps, key=_lost_share)[: len(steps) // 2]
     walls = tuple(max(step.wall_s for step in ranks) for ranks in calm)
     busiest = tuple(max(step.cpu_s for step in ranks) for ranks in calm)
     shares = [max(s.cpu_s for s in ranks) * len(ranks) / sum(s.cpu_s for s in ranks) for ranks in calm]
@@ -104,14 +105,14 @@ def _entry(of_ranks: list[list[StepTime]], batch: Batch, plan: Plan | None) -> E
         imbalance=median(shares),
         predicted_s=plan.predicted_us / 1e6,
         loss=median(losses),
-        queued_share=max(map(_queued_share, calm)),
+        lost_share=max(map(_lost_share, calm)),
         placement=_placement(plan, batch),
     )
 
 
-def _queued_share(ranks: Sequence[StepTime]) -> float:
-    """Of the step's time, waiting for a core, on the rank that did so longest."""
-    return max(step.queued_s for step in ranks) / max(step.wall_s for step in ranks)
+def _lost_share(ranks: Sequence[StepTime]) -> float:
+    """Of the rank that lost most."""
+    return max(step.lost_share for step in ranks)
 
 
 def _placement(plan: Plan, batch: Batch) -> Placement:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.precision import Precision
-from ranks import has_own_core, pin, queued_s
+from ranks import CoreWatch, has_own_core, pin
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -74,12 +74,12 @@ class StepTime:
     """One step of one entry on one batch, as this rank saw it.
 
     Args:
-        queued_s: ready to run, but something else held the core.
+        lost_share: to what else the machine did, see `CoreWatch`.
     """
 
     wall_s: float
     cpu_s: float
-    queued_s: float
+    lost_share: float
     loss: float
 
 
@@ -129,6 +129,7 @@ class _Ranks:
 
     def __init__(self, rank: int, job: Job) -> None:
         self.rank, self.job, world = rank, job, job.world_size
+        self.watch = CoreWatch()
         self.topology = Topology.uniform(world)
         self.configs = legal_configs(HEADS, world)
         groups = ProcessGroupCache(timedelta(minutes=5))
@@ -217,15 +218,17 @@ class _Ranks:
     def _step(self, batch: RankBatch) -> StepTime:
         """A training step: forward, backward, gradient averaging, optimizer."""
         self.engine.install(batch.schedule)
+        self.watch.begin()
         dist.barrier()
-        wall, cpu, queued = time.perf_counter(), time.process_time(), queued_s()
+        wall, cpu = time.perf_counter(), time.process_time()
         with engine_of_step(self.engine):
             loss = self.parallel(batch)
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        wall, cpu, queued = time.perf_counter() - wall, time.process_time() - cpu, queued_s() - queued
-        return StepTime(wall, cpu, queued, float(loss.detach()))
+        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+        lost = self.watch.lost_share(has_own_core(self.job.world_size))
+        return StepTime(wall, cpu, lost, float(loss.detach()))
 
 
 def _batch(step: int, rows: tuple[tuple[Bucket, int], ...]) -> GlobalBatch:

@@ -26,7 +26,7 @@ class Entry:
         busiest_cpus_s: CPU seconds of the busiest rank, which other programs on the machine hardly change.
         imbalance: largest over mean CPU seconds of the ranks.
         predicted_s: by the profile.
-        queued_share: most that a step that counts waited for its core.
+        lost_share: most that a step that counts lost to what else the machine did.
         placement: what the ranks hold, up to their order: equal placements cost the same.
     """
 
@@ -35,7 +35,7 @@ class Entry:
     imbalance: float
     predicted_s: float
     loss: float
-    queued_share: float
+    lost_share: float
     placement: Placement
 
     @property
@@ -184,10 +184,11 @@ def write(measured: Measured, figures: dict[str, float]) -> str:
             f"**Measured** with `benchmarks/step.py`: {measured.ranks} processes on {about['cores']} cores "
             f"({about['processor']}, torch {about['torch']}), one core and one thread each, gloo, float32, a "
             f"two-layer Wan model. Makespan by {clock}. Medians over {measured.repeats} of "
-            f"{2 * measured.repeats} interleaved steps: those that waited least for a core that something "
-            "else held. *predicted* is by the profile, *max/mean* of CPU seconds; *queued* is the most that "
-            "a step that counts waited for its core, behind other programs or its own communication thread. "
-            "Nothing here is a GPU's speed.",
+            f"{2 * measured.repeats} interleaved steps: those that lost least to what else the machine did. "
+            "*predicted* is by the profile, *max/mean* of CPU seconds; *lost* is the most that a step that "
+            "counts waited for its core, behind other programs or its own communication thread, and by how "
+            "much its core was slower than at its best, by a fixed loop before and behind the step. Nothing "
+            "here is a GPU's speed.",
             "",
             *_table(measured),
             "",
@@ -208,7 +209,7 @@ def write(measured: Measured, figures: dict[str, float]) -> str:
 def _table(measured: Measured) -> list[str]:
     rows = [
         "| batch | share of the dearest | policy | makespan s | busiest CPU s | predicted s | over exact | "
-        "max/mean | queued |",
+        "max/mean | lost |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for b, batch in enumerate(measured.batches):
@@ -223,6 +224,6 @@ def _table(measured: Measured) -> list[str]:
                 f"| {label} | {measured.dominance[b]:.3f} | {name}{same} | {entry.makespan_s:.3f} | "
                 f"{entry.busiest_cpu_s:.3f} | {entry.predicted_s:.3f} | "
                 f"{entry.makespan_s / ours.makespan_s:.2f} | {entry.imbalance:.2f} | "
-                f"{entry.queued_share:.1%} |"
+                f"{entry.lost_share:.1%} |"
             )
     return rows

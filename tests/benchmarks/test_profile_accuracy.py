@@ -58,7 +58,7 @@ def test_batches_cover_the_menu_and_half_are_held_out() -> None:
 
 def row(batch: int, predicted: float, measured: float, **other: Any) -> Row:
     known: dict[str, Any] = {"held_out": True, "memory_mib": 100.0, "predicted_mib": 101.0}
-    known |= {"wall_s": (measured, measured, 9.0 * measured), "queued": (0.05, 0.05, 0.3)}
+    known |= {"wall_s": (measured, measured, 9.0 * measured), "lost": (0.05, 0.05, 0.3)}
     return Row(
         batch=batch,
         kind="x",
@@ -102,7 +102,7 @@ def test_the_order_of_repeats_bounds_what_a_prediction_can_reach() -> None:
     stable = [row(0, m, m) for m in (1.0, 1.1, 1.3)]
     assert repeat_spearman(stable) == pytest.approx(1.0) and repeat_noise_pct(stable) == 0.0
     swapped = [
-        row(0, 1.0, 1.0, wall_s=walls, queued=(0.0,) * 4)
+        row(0, 1.0, 1.0, wall_s=walls, lost=(0.0,) * 4)
         for walls in ((1.0, 1.5, 1.0, 1.5), (1.1, 1.2, 1.1, 1.2), (1.6, 1.6, 1.6, 1.6))
     ]
     assert repeat_spearman(swapped) == pytest.approx(0.5)
@@ -110,7 +110,7 @@ def test_the_order_of_repeats_bounds_what_a_prediction_can_reach() -> None:
 
 
 def test_drift_is_that_of_the_plans_measured_twice() -> None:
-    later = {"again_wall_s": (1.1, 1.1, 5.0), "again_queued": (0.0, 0.0, 0.4), "again_cpu_s": (1.0,) * 3}
+    later = {"again_wall_s": (1.1, 1.1, 5.0), "again_lost": (0.0, 0.0, 0.4), "again_cpu_s": (1.0,) * 3}
     rows = [row(0, 1.0, 1.0), row(1, 1.0, 1.0, held_out=False, **later), row(2, 1.0, 2.0)]
     assert drift_pct(rows) == pytest.approx(10.0) and drift_pct(rows, "cpu") == 0.0
     assert drift_pct(rows[::2]) == 0.0, "none was measured twice"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
+import ranks
 from step_ranks import turn_order
 from step_report import AGAIN, OURS, Entry, Measured, flat_figures
 
@@ -104,3 +106,18 @@ def test_every_entry_gets_every_turn() -> None:
         assert all(sorted(order) == [0, 1, 2, 3] for order in orders)
         for entry in range(4):
             assert {order.index(entry) for order in orders} == {0, 1, 2, 3}
+
+
+def test_a_step_beside_other_work_has_lost_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the loop that was slower before it or behind it, and by the time without a core."""
+    loops, waits = iter([2, 2, 4, 2, 2, 3, 2, 2]), iter([0, 0, 0, 0, 0, 0, 0, 1])
+    loop_clock = iter([time for loop in loops for time in (0.0, loop)])
+    wall_clock = iter([0.0, 2.0] * 4)
+    clocks = SimpleNamespace(thread_time=lambda: next(loop_clock), perf_counter=lambda: next(wall_clock))
+    monkeypatch.setattr(ranks, "time", clocks)
+    monkeypatch.setattr(ranks, "queued_s", lambda: next(waits))
+    watch, shares = ranks.CoreWatch(), []
+    for _ in range(4):
+        watch.begin()
+        shares.append(watch.lost_share())
+    assert shares == [0.0, 1.0, 0.5, 0.5]
