@@ -97,9 +97,12 @@ def _evened(problem: PlacementProblem, cells: tuple[Cell, ...], bound_us: int) -
 
 def _without(problem: PlacementProblem, cells: tuple[Cell, ...], block: Block) -> tuple[Cell, ...]:
     """The sequences of a block whole, dearest first, each on the rank that is done with it first; empty where
-    one does not fit whole."""
+    one does not fit whole or would take longer than all have."""
     account = Account(problem, cells)
     keys = [key for key in account.counts if (account.choice(key).config, key[2]) == block]
+    wholes = [problem.groups[key[0]].whole for key in keys]
+    if any(whole is None or whole.price_us > account.makespan_us for whole in wholes):
+        return ()
     for key in sorted(keys, key=lambda key: (-account.choice(key).price_us, key)):
         count = account.counts[key]
         account.add(key, -count)
