@@ -85,4 +85,7 @@ def test_the_start_of_a_call_is_filled_too() -> None:
     without = ProfileTable(buckets, prices, {}, 0, {})
     started = replace(without, start_us={(PAIR, "node"): 2_000})
     assert not any(f.forward or f.backward for f in filling_of(plan, batch, without, topology))
-    assert all(f.forward and f.backward for f in filling_of(plan, batch, started, topology))
+    found = filling_of(plan, batch, started, topology)
+    assert all(f.forward and f.backward for f in found)
+    hidden = replace(started, start_us={(PAIR, "node"): 200}, overhead_scale=0.1)
+    assert filling_of(plan, batch, hidden, topology) == found, "what was hidden is there to be hidden again"

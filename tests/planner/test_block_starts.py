@@ -172,3 +172,40 @@ def test_a_choice_is_dropped_only_for_one_that_starts_as_cheaply() -> None:
 def test_the_plain_form_keeps_starts() -> None:
     data = problem(2, sequence("a", 1, 100, 30))
     assert plain(read_problem(data))["sequences"][0]["options"][1]["start"] == 30
+
+
+Times = dict[int, tuple[int, int]]  # by degree: one more sequence under (1, h, 1), a sequence under (q, 1, 1)
+
+
+def makespan(ranks: int, start: int, *rows: tuple[int, int, Times]) -> int:
+    """Of (count, whole time, times) on contiguous ranks; the start of a call is `start` + degree."""
+    sequences = []
+    for count, whole, times in rows:
+        options: list[dict[str, Any]] = [{"config": [1, 1, 1], "time": whole}]
+        for degree, (packed, gathered) in times.items():
+            options.append({"config": [1, degree, 1], "time": packed, "start": start + degree})
+            options.append({"config": [degree, 1, 1], "time": gathered})
+        family = [{**option, "memory": 1, "rank_sets": "contig"} for option in options]
+        sequences.append({"id": str(whole), "count": count, "options": family})
+    made, solution = solved(problem(ranks, *sequences))
+    return max(sums(made, solution.cells)[0])
+
+
+def test_loads_are_evened_out_behind_the_starts() -> None:
+    """Neither search knows on which ranks a start is paid once: 698 where they put everything."""
+    rows: list[tuple[int, int, Times]] = [
+        (6, 304, {2: (153, 189), 4: (79, 106), 8: (38, 72)}),
+        (3, 902, {2: (454, 486), 4: (226, 256), 8: (114, 145)}),
+        (4, 45, {2: (23, 55), 4: (12, 45), 8: (5, 42)}),
+        (1, 302, {2: (151, 184), 4: (78, 112), 8: (40, 67)}),
+    ]
+    assert makespan(8, 30, *rows) <= 682
+
+
+def test_a_block_whose_sequences_take_less_time_whole_is_dissolved() -> None:
+    """Neither search alone finds it: 679 with all blocks kept."""
+    rows: list[tuple[int, int, Times]] = [
+        (count, whole, {d: (whole // d + 1, whole // d + 60) for d in (2, 4)})
+        for count, whole in ((2, 907), (1, 301), (2, 45))
+    ]
+    assert makespan(4, 60, *rows) <= 639

@@ -63,6 +63,7 @@ def steps(truth: Terms, count: int = 24, noise: float = 0.0, first: int = 0) -> 
 def test_the_terms_of_a_machine_are_found(truth: Terms, model: str) -> None:
     found = calibrate(PRICES, TOPOLOGY, steps(truth, noise=1e-4))
     assert found.model == model
+    assert found.terms.exchange_us == pytest.approx(truth.exchange_us, rel=0.02), "once for each block"
     corrected = found.applied_to(PRICES)
     for name, config in (("v480", ULYSSES), ("v480", ParallelConfig(2, 1, 1)), ("i256", WHOLE)):
         key, whole_us = (name, config, "node"), PRICES.whole_us(BUCKETS[name])
