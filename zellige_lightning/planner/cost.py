@@ -136,8 +136,7 @@ class ProfileTable:
             closer); not every price has one.
         interpolated: prices that were not measured but taken from the fit, since the time budget had ended.
         start_us: (config, topology class) -> what a participating rank pays once for all sequences that are
-            split over heads only and share a call, beside their prices. None where that is not known apart.
-
+            split over heads only and share a call, beside their prices; without an entry, nothing.
         split_scale, overhead_scale: what the correction by mixed plans made of a split sequence's share of
             the whole price, relative to the corrected whole price, and of its overhead beyond that share.
 
