@@ -16,6 +16,7 @@ from zellige_lightning.planner.search import ExactSearch, SearchResult
 from zellige_lightning.planner.solution import Brief, Solution, num_splits, sums
 
 MOST_RANKS = 64  # above it the world is searched in pods
+POD_BOUND = "area at T"  # what bounds a placement by pods
 NODE_LIMITS = (10_000, 40_000)  # of one decision and of all, on few ranks
 NODE_LIMITS_LARGE = (1_000, 4_000)  # above 8 ranks, where a node costs more
 NODE_LIMITS_LONG = (30_000, 120_000)  # the same, where those left a gap
@@ -63,9 +64,9 @@ def _restated(problem: PlacementProblem, solution: Solution, epsilon: float) -> 
 
 
 def _simplified(problem: PlacementProblem, solution: Solution, epsilon: float) -> Solution:
-    """Fewer distinct rank sets and bytes for the same makespan and splits, on as many ranks as are searched
-    at once."""
-    if problem.world_size > MOST_RANKS or not solution.cells:
+    """Fewer distinct rank sets and bytes for the same makespan and splits, but of pods, whose rank sets are
+    too many."""
+    if solution.bound_source == POD_BOUND or not solution.cells:
         return solution
     slack = max(max(sums(problem, solution.cells)[0]), solution.bound_us + int(solution.bound_us * epsilon))
     return replace(solution, cells=spare_links(problem, consolidate(problem, solution.cells, slack), slack))
@@ -97,7 +98,7 @@ def search_problem(problem: PlacementProblem, brief: Brief) -> Solution:
     if problem.world_size > MOST_RANKS and (found := search_pods(problem, epsilon, NODE_LIMITS_LARGE[0])):
         makespan, dealt, bound = found
         statuses = _statuses(makespan, bound, epsilon, False)
-        return Solution(tuple(dealt), bound, "area at T", statuses)
+        return Solution(tuple(dealt), bound, POD_BOUND, statuses)
     is_few = problem.num_sequences <= FEW_SEQUENCES and problem.world_size <= MOST_RANKS
     limits = NODE_LIMITS if is_few or problem.world_size <= 8 else NODE_LIMITS_LARGE
     result = ExactSearch(problem, epsilon, *limits).solve()
